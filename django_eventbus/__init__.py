@@ -1,0 +1,81 @@
+"""Durable events for Django: publish in your transaction, handle exactly once in your database."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from django_eventbus.events import Envelope, Event
+    from django_eventbus.exceptions import (
+        BackpressureError,
+        Discard,
+        DuplicateEventError,
+        EventBusError,
+        EventBusShutdownError,
+        InvalidPayloadError,
+        Retry,
+        UnknownEventError,
+        UnknownQueueError,
+    )
+    from django_eventbus.polling import finalize, poll
+    from django_eventbus.publishing import apublish, publish, publish_many, shutdown
+    from django_eventbus.registry import handler, subscribe, unsubscribe
+    from django_eventbus.retries import RetryPolicy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Envelope": "events",
+    "Event": "events",
+    "BackpressureError": "exceptions",
+    "Discard": "exceptions",
+    "DuplicateEventError": "exceptions",
+    "EventBusError": "exceptions",
+    "EventBusShutdownError": "exceptions",
+    "InvalidPayloadError": "exceptions",
+    "Retry": "exceptions",
+    "UnknownEventError": "exceptions",
+    "UnknownQueueError": "exceptions",
+    "finalize": "polling",
+    "poll": "polling",
+    "apublish": "publishing",
+    "publish": "publishing",
+    "publish_many": "publishing",
+    "shutdown": "publishing",
+    "handler": "registry",
+    "subscribe": "registry",
+    "unsubscribe": "registry",
+    "RetryPolicy": "retries",
+}
+
+__all__ = [
+    "BackpressureError",
+    "Discard",
+    "DuplicateEventError",
+    "Envelope",
+    "Event",
+    "EventBusError",
+    "EventBusShutdownError",
+    "InvalidPayloadError",
+    "Retry",
+    "RetryPolicy",
+    "UnknownEventError",
+    "UnknownQueueError",
+    "apublish",
+    "finalize",
+    "handler",
+    "poll",
+    "publish",
+    "publish_many",
+    "shutdown",
+    "subscribe",
+    "unsubscribe",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Names are fetched when first used: models cannot be imported before the apps are loaded."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

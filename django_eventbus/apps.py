@@ -1,0 +1,18 @@
+"""Wiring only: checks, signal receivers, and the handlers of the installed apps."""
+
+from __future__ import annotations
+
+from django.apps import AppConfig
+from django.utils.module_loading import autodiscover_modules
+from django.utils.translation import gettext_lazy as _
+
+
+class EventBusConfig(AppConfig):
+    name = "django_eventbus"
+    verbose_name = _("Event bus")
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from django_eventbus import checks  # noqa: F401 - registers the checks
+
+        autodiscover_modules("events", "handlers")

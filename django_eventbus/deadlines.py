@@ -1,0 +1,136 @@
+"""How long a handler may run, and how it is stopped.
+
+A watchdog thread interrupts a handler that runs past its deadline. What cannot be interrupted
+(C code that holds the GIL, a system call in a thread) is left to the supervisor, which reads the
+same board from outside and kills the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import struct
+import threading
+import time
+from typing import Any
+
+from django_eventbus.exceptions import HandlerTimeout
+
+LOOK_EVERY = 0.05
+
+_COUNTERS = struct.Struct("<qqq")
+_SLOT = struct.Struct("<qd200s")
+
+
+class Board:
+    """Shared memory: what each thread of a worker runs and until when, and how much it did."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memoryview(memory).cast("B")
+
+    @classmethod
+    def size(cls, threads: int) -> int:
+        return _COUNTERS.size + threads * _SLOT.size
+
+    @classmethod
+    def local(cls, threads: int) -> Board:
+        return cls(bytearray(cls.size(threads)))
+
+    def write(self, thread: int, row_id: int, deadline: float, handler: bytes) -> None:
+        _SLOT.pack_into(self._memory, self._offset(thread), row_id, deadline, handler)
+
+    def running(self) -> list[tuple[int, float, str]]:
+        """(row id, deadline on the monotonic clock, handler) of every handler that runs."""
+        threads = (len(self._memory) - _COUNTERS.size) // _SLOT.size
+        slots = [_SLOT.unpack_from(self._memory, self._offset(i)) for i in range(threads)]
+        return [
+            (row_id, deadline, name.rstrip(b"\0").decode("utf-8", "replace"))
+            for row_id, deadline, name in slots
+            if row_id
+        ]
+
+    def count(self, handled: int, failed: int, dead: int) -> None:
+        before = self.counted()
+        _COUNTERS.pack_into(
+            self._memory, 0, before[0] + handled, before[1] + failed, before[2] + dead
+        )
+
+    def counted(self) -> tuple[int, int, int]:
+        handled, failed, dead = _COUNTERS.unpack_from(self._memory, 0)
+        return handled, failed, dead
+
+    def _offset(self, thread: int) -> int:
+        return _COUNTERS.size + thread * _SLOT.size
+
+
+class Watch:
+    """One thread's stopwatch: ``start`` and ``stop`` around each handler, both cheap."""
+
+    def __init__(self, board: Board, thread: int = 0) -> None:
+        self._board = board
+        self._thread = thread
+        self._ident = threading.get_ident()
+        self._is_main = threading.current_thread() is threading.main_thread()
+        self._lock = threading.Lock()
+        self._deadline: float | None = None
+
+    def start(self, row_id: int, handler: bytes, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._board.write(self._thread, row_id, self._deadline, handler)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._deadline = None
+            if not self._is_main:
+                # Set, but not yet raised: it would hit our own code.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), None)
+        self._board.write(self._thread, 0, 0.0, b"")
+
+    def overdue(self) -> bool:
+        deadline = self._deadline
+        return deadline is not None and time.monotonic() > deadline
+
+    def interrupt(self) -> None:
+        """Called by the watchdog: make the handler's thread raise HandlerTimeout, once."""
+        if self._is_main:
+            # A signal also ends a system call; its receiver looks whether it is still overdue.
+            signal.pthread_kill(self._ident, signal.SIGALRM)
+            return
+        with self._lock:
+            if self.overdue():
+                self._deadline = None
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self._ident), ctypes.py_object(HandlerTimeout)
+                )
+
+    def on_alarm(self, signum: int, frame: Any) -> None:
+        if self.overdue():
+            self._deadline = None
+            raise HandlerTimeout
+
+
+class Watchdog:
+    """Looks after the watches of one process."""
+
+    def __init__(self) -> None:
+        self._watches: list[Watch] = []
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="eventbus-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def look_after(self, watch: Watch) -> None:
+        if watch._is_main:
+            signal.signal(signal.SIGALRM, watch.on_alarm)
+        self._watches.append(watch)
+
+    def _run(self) -> None:
+        while not self._stopped.wait(LOOK_EVERY):
+            for watch in self._watches:
+                if watch.overdue():
+                    watch.interrupt()

@@ -1,0 +1,240 @@
+"""Who handles what: handlers, patterns, priorities.
+
+Handlers are known to this process only; the database stores their names. ``handler`` declares
+one where the function stands, ``subscribe`` at run time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from django_eventbus.conf import settings
+from django_eventbus.events import MAX_NAME_LENGTH, Event, check_name, class_for
+from django_eventbus.exceptions import DuplicateHandlerError, EventBusError
+from django_eventbus.retries import RetryPolicy
+
+F = TypeVar("F", bound=Callable[..., Any])
+Subject = str | type[Event]
+
+#: Who runs a handler; integrations add theirs.
+EXECUTORS = {"worker"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Handler:
+    """A function, what it is called for, and how."""
+
+    name: str
+    func: Callable[..., Any]
+    subjects: tuple[Subject, ...]
+    priority: int = 0
+    retry: RetryPolicy | Mapping[str, Any] | None = None
+    timeout: float | None = None
+    atomic: bool = True
+    executor: str = "worker"
+    is_async: bool = False
+    position: int = 0
+    #: What ``subscribe`` gives and ``unsubscribe`` takes.
+    id: str = field(default_factory=lambda: str(uuid.uuid4()))
+
+    def handles(self, type_name: str) -> bool:
+        return any(covers(subject, type_name) for subject in self.subjects)
+
+    @property
+    def retry_policy(self) -> RetryPolicy:
+        if isinstance(self.retry, RetryPolicy):
+            return self.retry
+        return RetryPolicy.default(**(self.retry or {}))
+
+    @property
+    def stored_name(self) -> bytes:
+        return self.name.encode()[:MAX_NAME_LENGTH]
+
+    @property
+    def deadline(self) -> float:
+        return settings.HANDLER_TIMEOUT if self.timeout is None else self.timeout
+
+
+def handler(*subjects: Subject, **options: Any) -> Callable[[F], F]:
+    """Declare a function as a handler of one or more event types, patterns or event classes::
+
+        @handler("order.*", retry=RetryPolicy(max_retries=5), timeout=10)
+        def reserve_stock(event): ...
+
+    Options: ``name`` (what the database stores; default: app and function name), ``priority``
+    (higher first), ``retry`` (a RetryPolicy, or a dict that overrides the project's), ``timeout``
+    (seconds), ``atomic`` (False: no transaction is open while it runs), ``executor``.
+    """
+
+    def register(func: F) -> F:
+        subscribe(subjects, func, **options)
+        return func
+
+    return register
+
+
+def subscribe(
+    subject: Subject | tuple[Subject, ...],
+    func: Callable[..., Any],
+    *,
+    name: str | None = None,
+    priority: int = 0,
+    retry: RetryPolicy | Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    atomic: bool | None = None,
+    executor: str = "worker",
+) -> Handler:
+    """Register a handler and return its subscription, which has an ``id``."""
+    is_async = inspect.iscoroutinefunction(func)
+    if is_async and atomic:
+        raise EventBusError(
+            f"{func.__qualname__} is async and cannot be atomic: Django has no async transactions"
+        )
+    if executor not in EXECUTORS:
+        raise EventBusError(f"unknown executor {executor!r}{did_you_mean(executor, EXECUTORS)}")
+    if timeout is not None and timeout <= 0:
+        raise EventBusError(f"the timeout of {func.__qualname__} must be positive, not {timeout}")
+    subjects = subject if isinstance(subject, tuple) else (subject,)
+    if not subjects:
+        raise EventBusError(f"{func.__qualname__} must name what it handles: a type or a pattern")
+    for each in subjects:
+        if isinstance(each, str):
+            check_name(each, "the pattern")
+    name = name if name is not None else default_name(func)
+    check_name(name, "the handler name")
+    return registry.add(
+        Handler(
+            name=name,
+            func=func,
+            subjects=subjects,
+            priority=priority,
+            retry=retry,
+            timeout=timeout,
+            atomic=not is_async if atomic is None else atomic,
+            executor=executor,
+            is_async=is_async,
+        )
+    )
+
+
+def unsubscribe(subscription: Handler | str) -> None:
+    """Forget a subscription, given it or its id. Unknown ones are ignored."""
+    registry.remove(subscription.id if isinstance(subscription, Handler) else subscription)
+
+
+class Registry:
+    """The handlers of this process, and a memory of who handles which type."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+        self._by_type: dict[str, tuple[Handler, ...]] = {}
+        self._positions = itertools.count()
+        self._lock = threading.Lock()
+
+    def add(self, new: Handler) -> Handler:
+        with self._lock:
+            known = self._handlers.get(new.name)
+            if known is not None and not _same_source(known, new):
+                raise DuplicateHandlerError(
+                    f"{_source(new.func)} and {_source(known.func)} both claim the handler name "
+                    f"{new.name!r}; give one of them another name="
+                )
+            if known is not None and set(known.subjects) != set(new.subjects):
+                raise DuplicateHandlerError(
+                    f"{_source(new.func)} is registered twice; give all its patterns in one "
+                    f"@handler(…), or each registration a name= of its own"
+                )
+            object.__setattr__(new, "position", next(self._positions))
+            self._handlers[new.name] = new
+            self._by_type = {}
+        return new
+
+    def remove(self, subscription_id: str) -> None:
+        with self._lock:
+            self._handlers = {
+                name: each for name, each in self._handlers.items() if each.id != subscription_id
+            }
+            self._by_type = {}
+
+    def handlers_for(self, type_name: str) -> tuple[Handler, ...]:
+        """All handlers of the type, higher priority first, then in order of registration."""
+        found = self._by_type.get(type_name)
+        if found is None:
+            matching = [each for each in self._handlers.values() if each.handles(type_name)]
+            found = tuple(sorted(matching, key=lambda each: (-each.priority, each.position)))
+            if len(self._by_type) >= _REMEMBERED_TYPES:
+                self._by_type = {}
+            self._by_type[type_name] = found
+        return found
+
+    def get(self, name: str) -> Handler | None:
+        return self._handlers.get(name)
+
+    def all(self) -> list[Handler]:
+        return list(self._handlers.values())
+
+
+#: Types may carry ids (``order.7.shipped``), so the memory of them must have an end.
+_REMEMBERED_TYPES = 10_000
+
+registry = Registry()
+
+
+def covers(subject: Subject, type_name: str) -> bool:
+    """Does this type name, pattern or event class stand for events of that type?"""
+    if isinstance(subject, str):
+        return matches(subject, type_name)
+    cls = class_for(type_name)
+    return cls is not None and issubclass(cls, subject)
+
+
+def matches(pattern: str, type_name: str) -> bool:
+    """``*`` stands for any non-empty run of characters, dots included; nothing else is special.
+
+    Literal pieces are found from left to right, so the time is linear however many stars.
+    """
+    first, *rest = pattern.split("*")
+    if not rest:
+        return pattern == type_name
+    if not type_name.startswith(first):
+        return False
+    position = len(first)
+    *middle, last = rest
+    for piece in middle:
+        if not piece:
+            continue  # a run of stars is one star
+        position = type_name.find(piece, position + 1)
+        if position < 0:
+            return False
+        position += len(piece)
+    return len(type_name) - len(last) > position and type_name.endswith(last)
+
+
+def default_name(func: Callable[..., Any]) -> str:
+    """App and function: ``shop.reserve_stock`` for a function of ``shop/handlers.py``."""
+    module = func.__module__.removesuffix(".handlers").removesuffix(".events")
+    return f"{module}.{func.__qualname__}"
+
+
+def did_you_mean(word: str, choices: Any) -> str:
+    """`` – did you mean 'default'?`` or the choices there are."""
+    known = sorted(map(str, choices))
+    close = difflib.get_close_matches(word, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; choose from {', '.join(map(repr, known))}" if known else ""
+
+
+def _same_source(one: Handler, other: Handler) -> bool:
+    return _source(one.func) == _source(other.func)
+
+
+def _source(func: Callable[..., Any]) -> str:
+    return f"{func.__module__}.{func.__qualname__}"

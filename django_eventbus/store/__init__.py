@@ -1,0 +1,39 @@
+"""The only code that locks or writes rows: one set of verbs, one class per kind of database."""
+
+from __future__ import annotations
+
+from django.db import connections, router
+
+from django_eventbus.models import QueuedEvent
+from django_eventbus.store.base import Clock, Finished, NewEvent, Postponed, Progressed, Store
+from django_eventbus.store.mariadb import MariaDBStore
+from django_eventbus.store.postgresql import PostgreSQLStore
+from django_eventbus.store.sqlite import SQLiteStore
+
+__all__ = [
+    "Clock",
+    "Finished",
+    "NewEvent",
+    "Postponed",
+    "Progressed",
+    "Store",
+    "default_alias",
+    "store_for",
+]
+
+_STORES: dict[str, type[Store]] = {
+    "postgresql": PostgreSQLStore,
+    "sqlite": SQLiteStore,
+    "mysql": MariaDBStore,
+}
+
+
+def store_for(using: str | None = None, *, clock: Clock | None = None) -> Store:
+    """The store that fits the database behind the alias. Cheap; has no state worth keeping."""
+    alias = using or default_alias()
+    return _STORES.get(connections[alias].vendor, Store)(alias, clock=clock)
+
+
+def default_alias() -> str:
+    """Where events go when nothing says otherwise."""
+    return router.db_for_write(QueuedEvent)

@@ -1,0 +1,16 @@
+"""MariaDB and MySQL: the portable store at READ COMMITTED, which Django sets by default."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from django_eventbus.store.base import Store
+
+
+class MariaDBStore(Store):
+    _clock_sql: ClassVar[str] = "SELECT UTC_TIMESTAMP(6)"
+
+    def _to_datetime(self, value: Any) -> datetime:
+        assert isinstance(value, datetime)
+        return value.replace(tzinfo=UTC)

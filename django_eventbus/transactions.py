@@ -1,0 +1,155 @@
+"""One transaction around many handlers, a savepoint for each that touches the database.
+
+Most handlers of a busy queue either touch nothing or one row. A transaction each would cost a
+commit each, a savepoint each two round trips each; so the savepoint is taken when a handler first
+asks for a cursor, and on databases with one writer so is the transaction itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import TracebackType
+from typing import Any, Self
+
+from django.db import DatabaseError, connections
+from django.db.transaction import Atomic
+
+from django_eventbus.exceptions import BrokenTransactionError, EventBusError
+
+
+class GroupLostError(EventBusError):
+    """The whole transaction is gone; its events must be run again, one by one."""
+
+
+class GroupTransaction:
+    """``start`` before each handler, then ``keep`` or ``undo`` what it did; commits on exit."""
+
+    def __init__(self, using: str) -> None:
+        self.connection: Any = connections[using]
+        self.savepoints = 0
+        self._atomic = Atomic(using, savepoint=True, durable=False)
+        self._begin_owed = False
+        self._savepoint_owed = False
+        self._touching = False
+        self._sid = ""
+        self._blocks = self._ids = 0
+
+    def __enter__(self) -> Self:
+        connection = self.connection
+        begins_by_itself = not hasattr(connection, "_start_transaction_under_autocommit")
+        if begins_by_itself or connection.in_atomic_block:
+            self._atomic.__enter__()
+        else:
+            # SQLite would take the write lock here, and hold it while handlers sleep.
+            connection._start_transaction_under_autocommit = _nothing
+            try:
+                self._atomic.__enter__()
+            finally:
+                del connection._start_transaction_under_autocommit
+            self._begin_owed = True
+        self._outermost = not connection.savepoint_ids
+        connection.execute_wrappers.append(self._on_execute)
+        connection.cursor = self._on_cursor
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        connection = self.connection
+        connection.execute_wrappers.remove(self._on_execute)
+        del connection.cursor
+        if self._outermost and exc_type is None:
+            # A callback that raises would keep the callbacks of other events from running.
+            connection.run_on_commit = [
+                (sids, func, True) for sids, func, _ in connection.run_on_commit
+            ]
+        self._atomic.__exit__(exc_type, exc, traceback)
+
+    def start(self) -> None:
+        """From here until ``keep`` or ``undo``, a handler runs."""
+        connection = self.connection
+        self._blocks = len(connection.atomic_blocks)
+        self._ids = len(connection.savepoint_ids)
+        self._sid = f"eventbus_{next(_numbers)}"
+        self._savepoint_owed = True
+        # Issued or not, the id stands here: on_commit callbacks remember it, and are dropped
+        # when the handler is undone.
+        connection.savepoint_ids.append(self._sid)
+
+    def keep(self) -> None:
+        """Raises BrokenTransactionError (then ``undo``) if the handler left a mess."""
+        connection = self.connection
+        if connection.closed_in_transaction or not connection.in_atomic_block:
+            raise GroupLostError("a handler closed the connection or ended the transaction")
+        if connection.needs_rollback:
+            raise BrokenTransactionError(
+                "the handler left its transaction marked for rollback: it swallowed a database "
+                "error inside atomic(), or called set_rollback(True)"
+            )
+        if len(connection.atomic_blocks) != self._blocks:
+            raise BrokenTransactionError("the handler left an atomic() block open")
+        if self._savepoint_owed:
+            self._savepoint_owed = False
+        else:
+            try:
+                connection.savepoint_commit(self._sid)
+            except DatabaseError as error:
+                raise BrokenTransactionError(
+                    "the handler swallowed a database error, or ended the transaction with its "
+                    "own COMMIT or ROLLBACK"
+                ) from error
+        connection.savepoint_ids.pop()
+
+    def undo(self) -> None:
+        """Take back all the handler did. Raises GroupLostError if that is not possible."""
+        connection = self.connection
+        if connection.closed_in_transaction or not connection.in_atomic_block:
+            raise GroupLostError("a handler closed the connection or ended the transaction")
+        del connection.atomic_blocks[self._blocks :]
+        del connection.savepoint_ids[self._ids :]
+        connection.needs_rollback = False
+        if self._savepoint_owed:
+            self._savepoint_owed = False
+            connection.run_on_commit = [
+                hook for hook in connection.run_on_commit if self._sid not in hook[0]
+            ]
+            return
+        try:
+            connection.savepoint_rollback(self._sid)
+            connection.savepoint_commit(self._sid)
+        except DatabaseError as error:
+            raise GroupLostError("the handler's savepoint is gone") from error
+
+    def _on_cursor(self, *args: Any, **kwargs: Any) -> Any:
+        # Asking for a cursor is enough: COPY and callproc never pass by the execute wrappers.
+        self._touch()
+        return type(self.connection).cursor(self.connection, *args, **kwargs)
+
+    def _on_execute(self, execute: Any, sql: Any, params: Any, many: Any, context: Any) -> Any:
+        self._touch()
+        return execute(sql, params, many, context)
+
+    def _touch(self) -> None:
+        if self._touching or not (self._begin_owed or self._savepoint_owed):
+            return
+        self._touching = True
+        try:
+            if self._begin_owed:
+                self.connection._start_transaction_under_autocommit()
+                self._begin_owed = False
+            if self._savepoint_owed and not self.connection.needs_rollback:
+                self.connection._savepoint(self._sid)
+                self._savepoint_owed = False
+                self.savepoints += 1
+        finally:
+            self._touching = False
+
+
+_numbers = itertools.count(1)
+
+
+def _nothing() -> None:
+    """Stands in for BEGIN."""

@@ -1,0 +1,19 @@
+"""How Sphinx builds this documentation: make docs."""
+
+from importlib import metadata
+
+project = "django-eventbus"
+author = "django-eventbus contributors"
+copyright = f"2026, {author}"
+release = metadata.version(project)
+
+extensions = ["myst_parser", "sphinx_copybutton", "sphinxcontrib.mermaid"]
+myst_enable_extensions = ["colon_fence"]
+myst_fence_as_directive = ["mermaid"]  # so that GitHub draws the same diagrams
+myst_heading_anchors = 3
+copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor output
+
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = f"{project} {release}"

@@ -1,0 +1,47 @@
+"""Settings of the test project. EVENTBUS_TEST_DB chooses its database, see databases.py."""
+
+from tests.databases import chosen_database
+
+SECRET_KEY = "only for tests"
+DEBUG = False
+USE_TZ = True
+ROOT_URLCONF = "tests.urls"
+STATIC_URL = "static/"
+
+DATABASES = {"default": chosen_database()}
+
+INSTALLED_APPS = [
+    "django.contrib.contenttypes",
+    "django.contrib.auth",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.admin",
+    "rangefilter",
+    "django_eventbus",
+    "tests.shop",
+]
+
+MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ],
+        },
+    },
+]
+
+# Tests log users in; a slow password hash would only cost time.
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
