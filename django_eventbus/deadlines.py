@@ -20,6 +20,7 @@ LOOK_EVERY = 0.05
 
 _COUNTERS = struct.Struct("<qqq")
 _SLOT = struct.Struct("<qd200s")
+_ROW_ID = struct.Struct("<q")
 
 
 class Board:
@@ -38,6 +39,9 @@ class Board:
 
     def write(self, thread: int, row_id: int, deadline: float, handler: bytes) -> None:
         _SLOT.pack_into(self._memory, self._offset(thread), row_id, deadline, handler)
+
+    def clear(self, thread: int) -> None:
+        _ROW_ID.pack_into(self._memory, self._offset(thread), 0)
 
     def running(self) -> list[tuple[int, float, str]]:
         """(row id, deadline on the monotonic clock, handler) of every handler that runs."""
@@ -79,12 +83,14 @@ class Watch:
         self._board.write(self._thread, row_id, self._deadline, handler)
 
     def stop(self) -> None:
-        with self._lock:
+        if self._is_main:
             self._deadline = None
-            if not self._is_main:
+        else:
+            with self._lock:
+                self._deadline = None
                 # Set, but not yet raised: it would hit our own code.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), None)
-        self._board.write(self._thread, 0, 0.0, b"")
+        self._board.clear(self._thread)
 
     def overdue(self) -> bool:
         deadline = self._deadline

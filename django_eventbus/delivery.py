@@ -29,7 +29,7 @@ from django_eventbus.progress import NO_HANDLER, Outcome, Progress, Settlement
 from django_eventbus.registry import Handler, did_you_mean, registry
 from django_eventbus.retries import RetryPolicy
 from django_eventbus.signals import delivery_failed, delivery_succeeded, event_dead_lettered
-from django_eventbus.store import Finished, Postponed, Progressed, Store
+from django_eventbus.store import Completed, Finished, Postponed, Progressed, Store
 from django_eventbus.transactions import GroupLostError, GroupTransaction
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Deliverer:
 
     def deliver(self, events: list[ClaimedEvent]) -> Tally:
         """Run the handlers of a claim's events; give back what a shutdown leaves unstarted."""
-        batch = Batch(token=events[0].claim_token)
+        batch = Batch(token=events[0].claim.token)
         waiting = [Progress(event) for event in events]
         while waiting and not self.stopping():
             wave, waiting = batch.next_wave(waiting)
@@ -190,8 +190,12 @@ class Deliverer:
             self._run_each_alone(batch, members)
         else:
             self._group_size = min(self._group_size * 2, settings.BATCH_SIZE)
+            quiet = not delivery_succeeded.has_listeners()
             for progress, settlement in zip(members, settlements, strict=True):
-                self._committed(batch, progress, settlement)
+                if quiet and isinstance(settlement, Completed):
+                    batch.tally.handled += 1
+                else:
+                    self._committed(batch, progress, settlement)
 
     def _run_atomic(
         self, progress: Progress, handlers: list[Handler], group: GroupTransaction
@@ -262,7 +266,7 @@ class Deliverer:
     def _settle(self, batch: Batch, settlements: list[Settlement]) -> None:
         """A mere Progressed without deliveries tells nothing that is not on disk."""
         telling = [
-            each for each in settlements if each.deliveries or not isinstance(each, Progressed)
+            each for each in settlements if not isinstance(each, Progressed) or each.deliveries
         ]
         self.store.settle(batch.token, telling)
 

@@ -96,6 +96,16 @@ def _remember(type_name: str, cls: type[Event]) -> None:
     _classes[type_name] = cls
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Claim:
+    """One act of claiming: what all its events have in common."""
+
+    token: uuid.UUID
+    worker_id: uuid.UUID
+    namespace: str
+    queue: str
+
+
 @dataclasses.dataclass(slots=True)
 class ClaimedEvent:
     """A row of the queue while a worker holds it.
@@ -103,10 +113,9 @@ class ClaimedEvent:
     JSON stays text and times stay numbers until somebody looks: most handlers never do.
     """
 
+    claim: Claim
     row_id: int
     event_id: uuid.UUID
-    namespace: str
-    queue: str
     type: str
     version: int
     payload_json: str
@@ -120,8 +129,6 @@ class ClaimedEvent:
     caused_by: uuid.UUID | None
     created_epoch: float
     started_epoch: float
-    claim_token: uuid.UUID
-    claimed_by: uuid.UUID
     deliveries_json: str | None
     errors_json: str | None
     claimed_monotonic: float = dataclasses.field(default_factory=time.monotonic)
@@ -190,11 +197,11 @@ class Envelope(Generic[E_co]):
 
     @property
     def queue(self) -> str:
-        return self._event.queue
+        return self._event.claim.queue
 
     @property
     def namespace(self) -> str:
-        return self._event.namespace
+        return self._event.claim.namespace
 
     @property
     def priority(self) -> int:

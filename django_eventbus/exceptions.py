@@ -66,7 +66,7 @@ class HandlerTimeout(KeyboardInterrupt):
     """
 
 
-class Retry(Exception):  # noqa: N818 - it steers, it is no error
+class Retry(Exception):
     """Raise in a handler to be called again, after ``delay`` seconds if given.
 
     Counts as a failed attempt. Without a delay the handler's retry policy decides.
@@ -77,5 +77,5 @@ class Retry(Exception):  # noqa: N818 - it steers, it is no error
         self.delay = delay.total_seconds() if isinstance(delay, timedelta) else delay
 
 
-class Discard(Exception):  # noqa: N818 - it steers, it is no error
+class Discard(Exception):
     """Raise in a handler to give up at once: no retry, straight to the dead letters."""

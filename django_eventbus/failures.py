@@ -53,7 +53,7 @@ def fingerprint(record: dict[str, Any]) -> str:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:  # noqa: BLE001 - somebody's __str__ may raise anything
+    except Exception as broken:
         return f"<no message: its __str__ raised {type(broken).__name__}>"
 
 
@@ -61,5 +61,5 @@ def _traceback(error: BaseException) -> str:
     try:
         lines = traceback.TracebackException.from_exception(error, limit=-MAX_FRAMES)
         return "".join(lines.format())
-    except Exception as broken:  # noqa: BLE001
+    except Exception as broken:
         return f"<no traceback: formatting it raised {type(broken).__name__}>"

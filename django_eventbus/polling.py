@@ -71,10 +71,12 @@ def finalize(
     ]
     status = LogStatus.COMPLETED_WITH_ERRORS if records else LogStatus.COMPLETED
     last = records[-1] if records else None
+    before = Progress(claimed)
     fate = Finished(
         row_id=claimed.row_id,
         status=LogStatus.FAILED if failed else status,
-        errors=[*Progress(claimed).errors, *records] or None,
+        deliveries=before.states or None,
+        errors=[*before.errors, *records],
         error_type=last["type"] if last else "",
         error_fingerprint=failures.fingerprint(last) if last else "",
     )
@@ -96,10 +98,10 @@ def _claim_one(store: Any, queue: str) -> ClaimedEvent | None:
 def _settle(store: Any, event: ClaimedEvent, fate: Finished) -> bool:
     try:
         with store.atomic():
-            store.settle(event.claim_token, [fate])
+            store.settle(event.claim.token, [fate])
     except ClaimLostError:
         return False
     if event.lane_id is not None:
-        store.release_lanes(event.claim_token, {event.lane_id: 0.0})
-    store.unregister(event.claimed_by)
+        store.release_lanes(event.claim.token, {event.lane_id: 0.0})
+    store.unregister(event.claim.worker_id)
     return True

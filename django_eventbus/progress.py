@@ -16,11 +16,11 @@ from django_eventbus.events import ClaimedEvent
 from django_eventbus.models import LogStatus
 from django_eventbus.registry import Handler, registry
 from django_eventbus.retries import GiveUpAtOnce, RetryIn, RetryPolicy, decide
-from django_eventbus.store import Finished, Postponed, Progressed
+from django_eventbus.store import Completed, Finished, Postponed, Progressed
 
 NO_HANDLER = "(no handler)"
 
-Settlement = Finished | Postponed | Progressed
+Settlement = Completed | Finished | Postponed | Progressed
 State = dict[str, Any]
 
 DONE, RETRY, DEAD, DISCARDED = "done", "retry", "dead", "discarded"
@@ -52,10 +52,10 @@ class Progress:
         self.current: Handler | None = None
         self.halted = False
         handlers = registry.handlers_for(event.type)
+        self.atomic, self.outside = handlers.atomic, handlers.outside
         if self.states:
-            handlers = tuple(each for each in handlers if self._is_due(each.name))
-        self.atomic = [each for each in handlers if each.atomic]
-        self.outside = [each for each in handlers if not each.atomic]
+            self.atomic = [each for each in self.atomic if self._is_due(each.name)]
+            self.outside = [each for each in self.outside if self._is_due(each.name)]
 
     def _is_due(self, name: str) -> bool:
         state = self.states.get(name)
@@ -66,7 +66,7 @@ class Progress:
 
     def unanswered(self) -> list[str]:
         """Names the event is owed to that no code here answers to."""
-        known = {each.name for each in registry.handlers_for(self.event.type)}
+        known = registry.handlers_for(self.event.type).names
         owed = [name for name in self.states if name not in known and self._is_due(name)]
         if known:
             return [name for name in owed if name != NO_HANDLER]
@@ -128,7 +128,7 @@ class Progress:
         """What to write for the event as things stand."""
         row_id = self.event.row_id
         if not self.states and not self.errors and self._went_smoothly():
-            return Finished(row_id=row_id)
+            return Completed(row_id)
         states, errors = self._with(self.outcomes)
         if self._goes_on(states):
             return Progressed(row_id=row_id, deliveries=states, errors=errors)
@@ -161,9 +161,8 @@ class Progress:
             if state["state"] == RETRY
         ]
         if not waits:
-            handlers = registry.handlers_for(self.event.type)
             # One that joined while the event was waiting has its turn at once.
-            return 0.0 if any(each.name not in states for each in handlers) else None
+            return 0.0 if registry.handlers_for(self.event.type).names - states.keys() else None
         return max(0.0, min(waits))
 
     def _finished(self, states: dict[str, State], errors: list[dict[str, Any]]) -> Finished:

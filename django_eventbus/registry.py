@@ -129,12 +129,24 @@ def unsubscribe(subscription: Handler | str) -> None:
     registry.remove(subscription.id if isinstance(subscription, Handler) else subscription)
 
 
+class HandlersOfType:
+    """The handlers of one event type, higher priority first, then in order of registration."""
+
+    __slots__ = ("all", "atomic", "names", "outside")
+
+    def __init__(self, handlers: list[Handler]) -> None:
+        self.all = handlers
+        self.names = frozenset(each.name for each in handlers)
+        self.atomic = [each for each in handlers if each.atomic]
+        self.outside = [each for each in handlers if not each.atomic]
+
+
 class Registry:
     """The handlers of this process, and a memory of who handles which type."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
-        self._by_type: dict[str, tuple[Handler, ...]] = {}
+        self._by_type: dict[str, HandlersOfType] = {}
         self._positions = itertools.count()
         self._lock = threading.Lock()
 
@@ -163,12 +175,13 @@ class Registry:
             }
             self._by_type = {}
 
-    def handlers_for(self, type_name: str) -> tuple[Handler, ...]:
-        """All handlers of the type, higher priority first, then in order of registration."""
+    def handlers_for(self, type_name: str) -> HandlersOfType:
         found = self._by_type.get(type_name)
         if found is None:
             matching = [each for each in self._handlers.values() if each.handles(type_name)]
-            found = tuple(sorted(matching, key=lambda each: (-each.priority, each.position)))
+            found = HandlersOfType(
+                sorted(matching, key=lambda each: (-each.priority, each.position))
+            )
             if len(self._by_type) >= _REMEMBERED_TYPES:
                 self._by_type = {}
             self._by_type[type_name] = found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -219,7 +220,7 @@ class WorkerLoop:
     def take_back(self, events: list[ClaimedEvent], error: Exception) -> None:
         """A fault of our own: nobody may wait for events that this living worker forgot."""
         logger.exception("delivering a batch failed; its events are run again one by one")
-        token = events[0].claim_token
+        token = events[0].claim.token
         record = failures.describe(error, handler="", attempt=0, at=events[0].database_now()) | {
             "type": "WorkerCrashed"
         }
@@ -279,10 +280,8 @@ class News:
         self._bell.put(None)
 
     def wait(self, seconds: float) -> None:
-        try:
+        with contextlib.suppress(queue.Empty):
             self._bell.get(timeout=seconds)
-        except queue.Empty:
-            pass
 
     def forget(self) -> None:
         while not self._bell.empty():

@@ -1,5 +1,12 @@
+from datetime import UTC, datetime, timedelta
+
 import pytest
 from django.db import connection
+
+from django_eventbus import publishing
+from django_eventbus.registry import registry
+from django_eventbus.store import store_for
+from django_eventbus.worker import WorkerOptions, new_registration
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +23,52 @@ def django_db_setup(django_db_setup):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EVENTBUS_TEST_DB_NAME", str(connection.settings_dict["NAME"]))
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_handlers():
+    """A test's handlers are its own: they are forgotten when it ends."""
+    before = dict(registry._handlers)
+    registry._handlers.clear()
+    registry._by_type = {}
+    yield
+    registry._handlers = before
+    registry._by_type = {}
+    publishing.reopen()
+
+
+@pytest.fixture
+def store(db):
+    return store_for()
+
+
+@pytest.fixture
+def worker_id(store):
+    """The id of a registered worker."""
+    registration = new_registration(WorkerOptions(using="default", queues=("default",)))
+    store.register(registration)
+    return registration.pk
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self):
+        self.now = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+
+    def __call__(self):
+        return self.now
+
+    def tick(self, seconds):
+        self.now += timedelta(seconds=seconds)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def capture(caplog):
+    caplog.set_level("INFO", logger="django_eventbus")
+    return caplog

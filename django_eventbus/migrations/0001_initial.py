@@ -2,10 +2,10 @@
 
 import django.core.serializers.json
 import django.db.models.functions.datetime
-import django_eventbus.events
-import django_eventbus.indexes
 from django.db import migrations, models
 
+import django_eventbus.events
+import django_eventbus.indexes
 
 QUEUE, LANE, WORKER, LOG = (
     f"django_eventbus_{name}" for name in ("queuedevent", "eventlane", "eventworker", "eventlog")

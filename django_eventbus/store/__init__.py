@@ -5,13 +5,22 @@ from __future__ import annotations
 from django.db import connections, router
 
 from django_eventbus.models import QueuedEvent
-from django_eventbus.store.base import Clock, Finished, NewEvent, Postponed, Progressed, Store
+from django_eventbus.store.base import (
+    Clock,
+    Completed,
+    Finished,
+    NewEvent,
+    Postponed,
+    Progressed,
+    Store,
+)
 from django_eventbus.store.mariadb import MariaDBStore
 from django_eventbus.store.postgresql import PostgreSQLStore
 from django_eventbus.store.sqlite import SQLiteStore
 
 __all__ = [
     "Clock",
+    "Completed",
     "Finished",
     "NewEvent",
     "Postponed",

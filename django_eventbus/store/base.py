@@ -31,7 +31,7 @@ from django.db.models.expressions import Combinable
 from django.db.models.functions import Cast, Now
 
 from django_eventbus.conf import settings
-from django_eventbus.events import ClaimedEvent
+from django_eventbus.events import Claim, ClaimedEvent
 from django_eventbus.exceptions import ClaimLostError, WorkerEvictedError
 from django_eventbus.models import (
     EventFields,
@@ -59,14 +59,21 @@ class NewEvent(NamedTuple):
     payload: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """Every handler did it at the first try: into the log, nothing to tell."""
+
+    row_id: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The event ended: into the log with it."""
+    """The event ended, and there is a story: into the log with both."""
 
     row_id: int
     status: str = LogStatus.COMPLETED
-    deliveries: dict[str, Any] | None = None
-    errors: list[dict[str, Any]] | None = None
+    deliveries: dict[str, Any] | None
+    errors: list[dict[str, Any]]
     dead_handler: str = ""
     error_type: str = ""
     error_fingerprint: str = ""
@@ -91,14 +98,12 @@ class Progressed:
     errors: list[dict[str, Any]]
 
 
-Settlement = Finished | Postponed | Progressed
+Settlement = Completed | Finished | Postponed | Progressed
 
-#: The columns a claim brings, in the order of ClaimedEvent's fields.
+#: The columns a claim brings, in the order of ClaimedEvent's fields after ``claim``.
 CLAIM_COLUMNS = (
     "id",
     "event_id",
-    "namespace",
-    "queue",
     "type",
     "version",
     "payload",
@@ -112,8 +117,6 @@ CLAIM_COLUMNS = (
     "caused_by",
     "created_at",
     "processing_started_at",
-    "claim_token",
-    "claimed_by",
     "deliveries",
     "errors",
 )
@@ -221,13 +224,17 @@ class Store:
 
     def claim(self, queue: str, *, limit: int, worker_id: uuid.UUID) -> list[ClaimedEvent]:
         """Take up to ``limit`` events of the queue, in order, for this worker alone."""
-        token = uuid.uuid4()
+        claim = self._new_claim(queue, worker_id)
         with self.atomic():
             self._hold_registration(worker_id)
-            claimed = self._claim_lanes(queue, limit, token, worker_id)
+            claimed = self._claim_lanes(claim, limit)
             if len(claimed) < limit:
-                claimed += self._claim_ready(queue, limit - len(claimed), token, worker_id)
+                claimed += self._claim_ready(claim, limit - len(claimed))
         return claimed
+
+    @staticmethod
+    def _new_claim(queue: str, worker_id: uuid.UUID) -> Claim:
+        return Claim(uuid.uuid4(), worker_id, settings.NAMESPACE, queue)
 
     def _hold_registration(self, worker_id: uuid.UUID) -> None:
         """A recovery that takes this worker for dead waits for the claim, or the claim for it."""
@@ -237,47 +244,39 @@ class Store:
         if not alive.values_list("pk"):
             raise WorkerEvictedError(f"worker {worker_id} is not registered any more")
 
-    def _claim_ready(
-        self, queue: str, limit: int, token: uuid.UUID, worker_id: uuid.UUID
-    ) -> list[ClaimedEvent]:
+    def _claim_ready(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
         ready = self.queued.filter(
-            queue=queue,
+            queue=claim.queue,
             key__isnull=True,
             available_at__isnull=True,
             status=QueuedStatus.PENDING,
         ).order_by("-priority", "id")
         ids = list(self.locked(ready).values_list("id", flat=True)[:limit])
-        return self._mark_claimed(ids, token, worker_id)
+        return self._mark_claimed(claim, ids)
 
-    def _mark_claimed(
-        self, ids: Sequence[int], token: uuid.UUID, worker_id: uuid.UUID
-    ) -> list[ClaimedEvent]:
+    def _mark_claimed(self, claim: Claim, ids: Sequence[int]) -> list[ClaimedEvent]:
         if not ids:
             return []
         self.queued.filter(id__in=ids).update(
             status=QueuedStatus.PROCESSING,
             attempts=F("attempts") + 1,
-            claim_token=token,
-            claimed_by=worker_id,
+            claim_token=claim.token,
+            claimed_by=claim.worker_id,
             processing_started_at=self.now,
         )
         as_text = {f"{name}_json": Cast(name, TextField()) for name in _JSON_COLUMNS}
         columns = [f"{name}_json" if name in _JSON_COLUMNS else name for name in CLAIM_COLUMNS]
         found = self.queued.filter(id__in=ids).annotate(**as_text).values_list(*columns)
         position = {row_id: index for index, row_id in enumerate(ids)}
-        claimed = [ClaimedEvent(*map(_as_number, row)) for row in found]
+        claimed = [ClaimedEvent(claim, *map(_as_number, row)) for row in found]
         return sorted(claimed, key=lambda event: position[event.row_id])
 
     # -- lanes: order per key
 
-    def _claim_lanes(
-        self, queue: str, limit: int, token: uuid.UUID, worker_id: uuid.UUID
-    ) -> list[ClaimedEvent]:
+    def _claim_lanes(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
         """Own ready lanes and take a run of consecutive events from each."""
-        self._route(queue, limit)
-        ready = self.lanes.filter(
-            queue=queue, claim_token__isnull=True, ready_at__lte=self.now
-        ).order_by("ready_at", "id")
+        self._route(claim.queue, limit)
+        ready = self._ready_lanes(claim.queue).order_by("ready_at", "id")
         lanes = list(self.locked(ready).values_list("id", flat=True)[:limit])
         if not lanes:
             return []
@@ -295,8 +294,16 @@ class Store:
                 break
         self.lanes.filter(id__in=empty).delete()
         owned = set(self.queued.filter(id__in=ids).values_list("lane_id", flat=True))
-        self.lanes.filter(id__in=owned).update(claim_token=token, claimed_by=worker_id)
-        return self._mark_claimed(ids, token, worker_id)
+        self.lanes.filter(id__in=owned).update(claim_token=claim.token, claimed_by=claim.worker_id)
+        return self._mark_claimed(claim, ids)
+
+    def _ready_lanes(self, queue: str) -> QuerySet[EventLane]:
+        return self.lanes.filter(queue=queue, claim_token__isnull=True, ready_at__lte=self.now)
+
+    def _unrouted(self, queue: str) -> QuerySet[QueuedEvent]:
+        return self.queued.filter(
+            queue=queue, key__isnull=False, lane_id__isnull=True, available_at__isnull=True
+        )
 
     def _route(self, queue: str, limit: int) -> None:
         """Give new keyed events their lane.
@@ -304,12 +311,7 @@ class Store:
         Moving ``version`` locks the lane's row: a release that wants to delete the lane waits,
         and then sees these events.
         """
-        unrouted = self.queued.filter(
-            queue=queue,
-            key__isnull=False,
-            lane_id__isnull=True,
-            available_at__isnull=True,
-        ).order_by("id")
+        unrouted = self._unrouted(queue).order_by("id")
         found = list(self.locked(unrouted).values_list("id", "key")[:limit])
         if not found:
             return
@@ -342,19 +344,18 @@ class Store:
 
     def settle(self, token: uuid.UUID, settlements: Iterable[Settlement]) -> None:
         """Write what became of claimed events. Raises ClaimLostError: then roll back."""
-        clean: list[int] = []
+        completed: list[int] = []
         for each in settlements:
-            if isinstance(each, Finished) and each.errors is None and each.deliveries is None:
-                clean.append(each.row_id)
-            elif isinstance(each, Finished):
-                self._write(token, each)
+            if isinstance(each, Completed):
+                completed.append(each.row_id)
+                continue
+            self._write(token, each)
+            if isinstance(each, Finished):
                 self._move_to_log(token, [each.row_id], each)
-            else:
-                self._write(token, each)
-        if clean:
-            self._move_to_log(token, clean, Finished(row_id=0))
+        if completed:
+            self._move_to_log(token, completed, _SMOOTHLY)
 
-    def _write(self, token: uuid.UUID, settlement: Settlement) -> None:
+    def _write(self, token: uuid.UUID, settlement: Finished | Postponed | Progressed) -> None:
         changes: dict[str, Any] = {
             "deliveries": settlement.deliveries,
             "errors": settlement.errors or None,
@@ -396,7 +397,7 @@ class Store:
         into = ", ".join(map(quote, columns))
         with self.connection.cursor() as cursor:
             cursor.execute(
-                f"INSERT INTO {quote(target._meta.db_table)} ({into}) {select}",  # noqa: S608
+                f"INSERT INTO {quote(target._meta.db_table)} ({into}) {select}",
                 params,
             )
             return int(cursor.rowcount)
@@ -600,6 +601,9 @@ class Store:
 
     def listen(self, tell: Callable[[], None], stopped: threading.Event) -> None:
         """Call ``tell`` whenever there may be something to do, until stopped."""
+
+
+_SMOOTHLY = Finished(row_id=0, deliveries=None, errors=[])
 
 
 def _as_number(value: Any) -> Any:

@@ -10,13 +10,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from django.db import DatabaseError
 
 from django_eventbus.conf import settings
-from django_eventbus.events import ClaimedEvent, encode
-from django_eventbus.models import EventLog, EventWorker, QueuedEvent
+from django_eventbus.events import Claim, ClaimedEvent, encode
+from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
 from django_eventbus.store.base import (
     _MOVED_COLUMNS,
     CLAIM_COLUMNS,
@@ -29,7 +29,10 @@ from django_eventbus.store.base import (
 
 logger = logging.getLogger(__name__)
 
+_NOW = "COALESCE(%(now)s::timestamptz, statement_timestamp())"
+
 QUEUE = f'"{QueuedEvent._meta.db_table}"'
+LANE = f'"{EventLane._meta.db_table}"'
 LOG = f'"{EventLog._meta.db_table}"'
 WORKER = f'"{EventWorker._meta.db_table}"'
 
@@ -58,41 +61,53 @@ _ABOVE_FLOOR = " UNION ALL ".join(
     )
 )
 
+# Django reads timestamps in Python; numbers are read in C.
+_COLUMNS = ", ".join(
+    f"EXTRACT(epoch FROM {name})::float8" if name.endswith("_at") else name
+    for name in CLAIM_COLUMNS
+)
+
 # The CTE is evaluated once: a sub-select in its place may be run again by a nested loop and lock
 # more than LIMIT rows. `ANY (ARRAY(...))` keeps the update on the primary key whatever the
 # statistics of this ever-changing table say. The lock on our registration makes a recovery that
 # takes this worker for dead wait for the claim, or the claim find nothing.
-_CLAIM = """
+_CLAIM = f"""
 WITH me AS MATERIALIZED (
-    SELECT id FROM {worker} WHERE id = %(worker_id)s AND expires_at > {now} FOR KEY SHARE
+    SELECT id FROM {WORKER} WHERE id = %(worker_id)s AND expires_at > {_NOW} FOR KEY SHARE
 ), picked AS MATERIALIZED (
-    SELECT id FROM ({ready}) AS ready WHERE EXISTS (SELECT 1 FROM me) LIMIT %(limit)s
+    SELECT id FROM ({{ready}}) AS ready WHERE EXISTS (SELECT 1 FROM me) LIMIT %(limit)s
 )
-UPDATE {queue} SET status = 'PROCESSING', attempts = attempts + 1, claim_token = %(token)s,
-    claimed_by = %(worker_id)s, processing_started_at = {now}
+UPDATE {QUEUE} SET status = 'PROCESSING', attempts = attempts + 1, claim_token = %(token)s,
+    claimed_by = %(worker_id)s, processing_started_at = {_NOW}
 WHERE id = ANY (ARRAY(SELECT id FROM picked))
-RETURNING {columns}"""
+RETURNING {_COLUMNS}"""
 
-_SETTLE = """
+_CLAIM_FROM_START = _CLAIM.format(ready=_EVERYWHERE)
+_CLAIM_ABOVE_FLOOR = _CLAIM.format(ready=_ABOVE_FLOOR)
+
+_KEYS_WAIT = f"""
+SELECT EXISTS (
+    SELECT 1 FROM {QUEUE} WHERE namespace = %(namespace)s AND queue = %(queue)s
+    AND key IS NOT NULL AND lane_id IS NULL AND available_at IS NULL
+) OR EXISTS (
+    SELECT 1 FROM {LANE} WHERE namespace = %(namespace)s AND queue = %(queue)s
+    AND claim_token IS NULL AND ready_at <= {_NOW}
+)"""
+
+_MOVED = ", ".join(_MOVED_COLUMNS)
+
+_SETTLE = f"""
 WITH gone AS (
-    DELETE FROM {queue} WHERE id = ANY (%s::bigint[]) AND claim_token = %s RETURNING id, {moved}
+    DELETE FROM {QUEUE} WHERE id = ANY (%s::bigint[]) AND claim_token = %s RETURNING id, {_MOVED}
 )
-INSERT INTO {log} (id, {moved}, status, finished_at, dead_handler, error_type, error_fingerprint)
-SELECT id, {moved}, %s, COALESCE(%s::timestamptz, clock_timestamp()), %s, %s, %s FROM gone"""
+INSERT INTO {LOG} (id, {_MOVED}, status, finished_at, dead_handler, error_type, error_fingerprint)
+SELECT id, {_MOVED}, %s, COALESCE(%s::timestamptz, clock_timestamp()), %s, %s, %s FROM gone"""
 
 _INSERT_MANY = f"""
 INSERT INTO {QUEUE} (event_id, type, version, payload, namespace, queue, headers, key, priority,
     producer, caused_by, available_at, status, attempts, crashes)
 SELECT *, %s, %s, %s::jsonb, %s, %s, %s, %s::uuid, {{available_at}}, 'PENDING', 0, 0
 FROM jsonb_to_recordset(%s::jsonb) AS new (event_id uuid, type text, version int, payload jsonb)"""
-
-# Django reads timestamps in Python; numbers are read in C.
-_COLUMNS = ", ".join(
-    f"EXTRACT(epoch FROM {name})::float8" if name in ("created_at", "processing_started_at") else name
-    for name in CLAIM_COLUMNS
-)
-
-_NOW = "COALESCE(%(now)s::timestamptz, statement_timestamp())"
 
 
 @dataclass(slots=True)
@@ -135,67 +150,56 @@ class PostgreSQLStore(Store):
             )
 
     def claim(self, queue: str, *, limit: int, worker_id: uuid.UUID) -> list[ClaimedEvent]:
-        token = uuid.uuid4()
+        claim = self._new_claim(queue, worker_id)
         claimed: list[ClaimedEvent] = []
         if self._keys_wait(queue):
             with self.atomic():
                 self._hold_registration(worker_id)
-                claimed = self._claim_lanes(queue, limit, token, worker_id)
+                claimed = self._claim_lanes(claim, limit)
         if len(claimed) < limit:
-            claimed += self._claim_ready(queue, limit - len(claimed), token, worker_id)
+            claimed += self._claim_ready(claim, limit - len(claimed))
         return claimed
 
     def _keys_wait(self, queue: str) -> bool:
-        unrouted = self.queued.filter(
-            queue=queue, key__isnull=False, lane_id__isnull=True, available_at__isnull=True
-        )
-        lanes = self.lanes.filter(queue=queue, claim_token__isnull=True, ready_at__lte=self.now)
-        return unrouted.exists() or lanes.exists()
+        params = {
+            "namespace": settings.NAMESPACE,
+            "queue": queue,
+            "now": self._injected_now(),
+        }
+        with self.connection.cursor() as cursor:
+            cursor.execute(_KEYS_WAIT, params)
+            return bool(cursor.fetchone()[0])
 
-    def _claim_ready(
-        self, queue: str, limit: int, token: uuid.UUID, worker_id: uuid.UUID
-    ) -> list[ClaimedEvent]:
-        floor = self._floors.get(queue)
+    def _claim_ready(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
+        floor = self._floors.get(claim.queue)
         moment = time.monotonic()
         if floor is None or moment - floor.swept_at > SWEEP_EVERY:
             floor = None
-        claimed = self._run_claim(queue, limit, token, worker_id, floor)
+        claimed = self._run_claim(claim, limit, floor)
         if floor is not None and len(claimed) < limit:
             # Ids are committed out of order, and retried events keep theirs: only a look from the
             # start may say that nothing is left.
             floor = None
-            claimed += self._run_claim(queue, limit - len(claimed), token, worker_id, None)
-        self._raise_floor(queue, claimed, swept_at=moment if floor is None else floor.swept_at)
+            claimed += self._run_claim(claim, limit - len(claimed), None)
+        self._raise_floor(
+            claim.queue, claimed, swept_at=moment if floor is None else floor.swept_at
+        )
         return claimed
 
-    def _run_claim(
-        self,
-        queue: str,
-        limit: int,
-        token: uuid.UUID,
-        worker_id: uuid.UUID,
-        floor: _Floor | None,
-    ) -> list[ClaimedEvent]:
-        sql = _CLAIM.format(
-            worker=WORKER,
-            queue=QUEUE,
-            now=_NOW,
-            ready=_EVERYWHERE if floor is None else _ABOVE_FLOOR,
-            columns=_COLUMNS,
-        )
+    def _run_claim(self, claim: Claim, limit: int, floor: _Floor | None) -> list[ClaimedEvent]:
         params = {
-            "namespace": settings.NAMESPACE,
-            "queue": queue,
+            "namespace": claim.namespace,
+            "queue": claim.queue,
             "limit": limit,
-            "token": token,
-            "worker_id": worker_id,
+            "token": claim.token,
+            "worker_id": claim.worker_id,
             "now": self._injected_now(),
             "priority": floor.priority if floor else 0,
             "floor": floor.row_id if floor else 0,
         }
         with self.connection.cursor() as cursor:
-            cursor.execute(sql, params)
-            claimed = [ClaimedEvent(*row) for row in cursor.fetchall()]
+            cursor.execute(_CLAIM_FROM_START if floor is None else _CLAIM_ABOVE_FLOOR, params)
+            claimed = [ClaimedEvent(claim, *row) for row in cursor.fetchall()]
         # RETURNING promises no order.
         claimed.sort(key=lambda event: (-event.priority, event.row_id))
         return claimed
@@ -209,10 +213,9 @@ class PostgreSQLStore(Store):
         self._floors[queue] = _Floor(lowest, first, swept_at)
 
     def _move_to_log(self, token: uuid.UUID, ids: Sequence[int], fate: Finished) -> None:
-        sql = _SETTLE.format(queue=QUEUE, log=LOG, moved=", ".join(_MOVED_COLUMNS))
         with self.connection.cursor() as cursor:
             cursor.execute(
-                sql,
+                _SETTLE,
                 (
                     f"{{{','.join(map(str, ids))}}}",
                     token,
@@ -262,7 +265,7 @@ class PostgreSQLStore(Store):
         while not stopped.is_set():
             try:
                 self._listen_once(tell, stopped)
-            except Exception as error:  # noqa: BLE001 - the listener is a hint and must not end
+            except Exception as error:
                 logger.warning("listening for events failed, polling goes on: %s", error)
             stopped.wait(wait)
             wait = min(wait * 2, 30.0)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import ClassVar
 
-from django.db.models import Q
 from django.utils import timezone
 
 from django_eventbus.events import ClaimedEvent
@@ -22,13 +21,14 @@ class SQLiteStore(Store):
     hears: ClassVar[bool] = True
 
     def claim(self, queue: str, *, limit: int, worker_id: uuid.UUID) -> list[ClaimedEvent]:
-        ready = Q(available_at__isnull=True, status=QueuedStatus.PENDING, queue=queue)
-        unkeyed_or_new = Q(key__isnull=True) | Q(lane_id__isnull=True)
+        unkeyed = self.queued.filter(
+            queue=queue,
+            key__isnull=True,
+            available_at__isnull=True,
+            status=QueuedStatus.PENDING,
+        )
         idle = not (
-            self.queued.filter(ready & unkeyed_or_new).exists()
-            or self.lanes.filter(
-                queue=queue, claim_token__isnull=True, ready_at__lte=self.now
-            ).exists()
+            unkeyed.exists() or self._unrouted(queue).exists() or self._ready_lanes(queue).exists()
         )
         return [] if idle else super().claim(queue, limit=limit, worker_id=worker_id)
 
