@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
@@ -14,8 +15,6 @@ from django_eventbus.publishing import wake_on_commit
 from django_eventbus.store import Store, store_for
 
 CHUNK = 1000
-
-_list = list
 
 
 def matching(
@@ -51,10 +50,10 @@ def matching(
     return rows
 
 
-def list(limit: int = 100, offset: int = 0, **filters: Any) -> list[DeadEvent]:
+def list(limit: int = 100, offset: int = 0, **filters: Any) -> builtins.list[DeadEvent]:
     """Newest dead first. ``filters`` as for ``matching``."""
     rows = matching(**filters).order_by("-finished_at", "-id")
-    return _list(rows[offset : offset + limit])
+    return builtins.list(rows[offset : offset + limit])
 
 
 def retry(
@@ -88,7 +87,7 @@ def purge(
     progress: Callable[[int], None] = lambda done: None,
     **filters: Any,
 ) -> int:
-    """Delete dead letters for good, those that died at or before a time, or that fit the filters."""
+    """Delete dead letters for good, those that died by then and fit the filters."""
     store = store_for(using)
     rows = matching(using=store.using, older_than=older_than, **filters)
     purged = 0
@@ -104,15 +103,15 @@ def _moment(store: Store, older_than: timedelta | datetime) -> datetime:
     return store.read_clock() - older_than
 
 
-def _ids(event: Any) -> list[uuid.UUID]:
-    many = [event] if isinstance(event, EventLog | uuid.UUID) else _list(event)
+def _ids(event: Any) -> builtins.list[uuid.UUID]:
+    many = [event] if isinstance(event, EventLog | uuid.UUID) else builtins.list(event)
     return [each.event_id if isinstance(each, EventLog) else each for each in many]
 
 
-def _chunks(rows: QuerySet[DeadEvent]) -> Iterator[list[int]]:
+def _chunks(rows: QuerySet[DeadEvent]) -> Iterator[builtins.list[int]]:
     """Row ids in pieces, oldest first. Each piece is looked up when the one before is done."""
     last = 0
-    while ids := _list(
+    while ids := builtins.list(
         rows.filter(id__gt=last).order_by("id").values_list("id", flat=True)[:CHUNK]
     ):
         yield ids

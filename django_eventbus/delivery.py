@@ -107,20 +107,27 @@ class AsyncLoop:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(
+                self._thread = threading.Thread(
                     target=self._loop.run_forever, name="eventbus-async", daemon=True
-                ).start()
+                )
+                self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = None
+        """A coroutine that blocks the loop for good stays behind with it."""
+        if self._loop is None or self._thread is None:
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(LOOP_GRACE)
+        if not self._thread.is_alive():
+            self._loop.close()
+        self._loop = None
 
 
 class Deliverer:

@@ -147,6 +147,9 @@ class ClaimedEvent:
         return datetime.fromtimestamp(self.started_epoch + passed, UTC)
 
 
+_UNREAD = object()
+
+
 class Envelope(Generic[E_co]):
     """What a handler receives: the event, and which delivery of it this is."""
 
@@ -154,6 +157,7 @@ class Envelope(Generic[E_co]):
 
     def __init__(self, event: ClaimedEvent, *, handler_name: str, attempt: int) -> None:
         self._event = event
+        self._payload: Any = _UNREAD
         self.handler_name = handler_name
         #: 1 for the first try of this handler, 2 for the second …
         self.attempt = attempt
@@ -173,11 +177,9 @@ class Envelope(Generic[E_co]):
     @property
     def payload(self) -> Any:
         """The published payload, parsed for this handler alone: changing it harms nobody."""
-        try:
-            return self._payload
-        except AttributeError:
+        if self._payload is _UNREAD:
             self._payload = json.loads(self._event.payload_json)
-            return self._payload
+        return self._payload
 
     @property
     def data(self) -> E_co:
@@ -395,7 +397,7 @@ def from_payload(cls: type[Any], payload: Any) -> Any:
     """Build ``cls`` from a stored payload, turning strings back into the field's own types."""
     if not isinstance(payload, dict):
         raise UnknownEventError(f"{cls.__qualname__} needs an object as payload, not {payload!r}")
-    hints = _hints(cls)
+    hints = _hints(cast(Any, cls))
     unknown = payload.keys() - hints.keys()
     if unknown:
         raise UnknownEventError(f"{cls.__qualname__} has no field {', '.join(sorted(unknown))}")
@@ -406,7 +408,7 @@ def from_payload(cls: type[Any], payload: Any) -> Any:
 
 
 @cache
-def _hints(cls: type[Any]) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 

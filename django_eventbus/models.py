@@ -5,7 +5,7 @@ No transitions here: only the store locks or writes these rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import models
@@ -154,7 +154,7 @@ class DeadEventManager(models.Manager["DeadEvent"]):
 class DeadEvent(EventLog):
     """The dead letter queue: the part of the log that did not go well."""
 
-    objects: Any = DeadEventManager()
+    objects: ClassVar[Any] = DeadEventManager()
 
     class Meta:
         proxy = True

@@ -54,6 +54,8 @@ class Progress:
         handlers = registry.handlers_for(event.type)
         self.atomic, self.outside = handlers.atomic, handlers.outside
         if self.states:
+            if handlers.names:
+                self.states.pop(NO_HANDLER, None)  # somebody has come since
             self.atomic = [each for each in self.atomic if self._is_due(each.name)]
             self.outside = [each for each in self.outside if self._is_due(each.name)]
 
@@ -67,10 +69,9 @@ class Progress:
     def unanswered(self) -> list[str]:
         """Names the event is owed to that no code here answers to."""
         known = registry.handlers_for(self.event.type).names
-        owed = [name for name in self.states if name not in known and self._is_due(name)]
-        if known:
-            return [name for name in owed if name != NO_HANDLER]
-        return owed if self.states else [NO_HANDLER]
+        if not known and not self.states:
+            return [NO_HANDLER]
+        return [name for name in self.states if name not in known and self._is_due(name)]
 
     def attempt_of(self, name: str) -> int:
         return self._failures(name) + self.event.crashes + 1

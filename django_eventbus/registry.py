@@ -237,7 +237,7 @@ def default_name(func: Callable[..., Any]) -> str:
 
 
 def did_you_mean(word: str, choices: Any) -> str:
-    """`` – did you mean 'default'?`` or the choices there are."""
+    """What to append to an error: the likely choice, else the choices there are."""
     known = sorted(map(str, choices))
     close = difflib.get_close_matches(word, known, n=1)
     if close:

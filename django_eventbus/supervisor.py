@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
@@ -170,7 +171,7 @@ class Supervisor:
             each.lifeline.close()
             code = each.process.exitcode
             if code == 0:
-                self._riding_out(lambda each=each: self.store.unregister(each.registration.pk))
+                self._riding_out(partial(self.store.unregister, each.registration.pk))
             else:
                 self._bury(each, code)
 

@@ -1,8 +1,9 @@
 """What tests do with the bus: make it ready, drain it, look at what is left."""
 
 from django_eventbus.conf import settings
+from django_eventbus.delivery import Tally
 from django_eventbus.models import EventLane, EventLog, QueuedEvent
-from django_eventbus.worker import Tally, WorkerOptions, run_here
+from django_eventbus.worker import WorkerOptions, run_here
 
 
 def drain(**options) -> Tally:

@@ -334,5 +334,5 @@ class Migration(migrations.Migration):
                 ],
             },
         ),
-        migrations.RunPython(tune, migrations.RunPython.noop, elidable=False),
+        migrations.RunPython(tune, migrations.RunPython.noop, atomic=False),
     ]

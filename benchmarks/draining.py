@@ -1,0 +1,105 @@
+"""How fast one worker process empties a queue.
+
+The log tells: from the first claim to the last settle by the database's clock, so the start of
+Python and Django does not count, and that the log is kept does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+from django.core.management import call_command
+from django.db.models import Max, Min
+
+from benchmarks.figures import Figure, per_second, ratio
+from benchmarks.handlers import ALONE
+from django_eventbus import publish_many
+from django_eventbus.conf import settings
+from django_eventbus.models import EventLog, QueuedEvent
+
+KEYS = 1000
+MANY_PENDING = 1_000_000
+FEW_PENDING = 10_000
+
+
+def measure(options: argparse.Namespace) -> list[Figure]:
+    """Group commit and a transaction per event take turns; only their ratio is a result."""
+    figures = []
+    for kind, count in (("noop", options.events), ("insert", options.events // 4)):
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(options.repeat):
+            for alone in rates:
+                # A transaction each is far slower: as many events would take too long.
+                some = max(count // 10, 500) if alone else count
+                rates[alone].append(drained(lambda n=some, k=kind: fill(n, f"bench.{k}"), alone))
+        together, alone_rate = (statistics.median(each) for each in rates.values())
+        what = {"noop": "no-op handler", "insert": "handler with one INSERT"}[kind]
+        figures += [
+            per_second(f"drain, {what}", together),
+            per_second(f"drain, {what}, a transaction per event", alone_rate),
+            ratio(f"group commit, {what}", together / alone_rate),
+        ]
+    return figures
+
+
+def measure_keys(options: argparse.Namespace) -> list[Figure]:
+    many = [drained(lambda: fill_keys(options.events, KEYS)) for _ in range(options.repeat)]
+    one = [drained(lambda: fill_keys(options.events, 1)) for _ in range(options.repeat)]
+    return [
+        per_second(f"drain, {KEYS:,} keys", statistics.median(many)),
+        per_second("drain, one hot key", statistics.median(one)),
+    ]
+
+
+def measure_pending(options: argparse.Namespace) -> list[Figure]:
+    """The same number of events from the head of a short and of a very long queue."""
+    limit = ("--max-events", str(FEW_PENDING))
+    few = drained(lambda: fill(FEW_PENDING, "bench.noop"), more=limit)
+    many = drained(lambda: fill(MANY_PENDING, "bench.noop"), more=limit)
+    return [
+        per_second(f"drain, {FEW_PENDING:,} pending", few),
+        per_second(f"drain, {MANY_PENDING:,} pending", many),
+        ratio("many pending against few, time", few / many),
+    ]
+
+
+def drained(
+    fill_queue: Callable[[], None], alone: bool = False, more: tuple[str, ...] = ()
+) -> float:
+    """Events per second of ``run_event_worker --drain`` on a freshly filled queue."""
+    call_command("flush", interactive=False, verbosity=0)
+    fill_queue()
+    subprocess.run(
+        [sys.executable, "-m", "django", "run_event_worker", "--drain", *more],
+        env={**os.environ, ALONE: "1" if alone else ""},
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
+    log = EventLog.objects.aggregate(start=Min("processing_started_at"), end=Max("finished_at"))
+    return EventLog.objects.count() / (log["end"] - log["start"]).total_seconds()
+
+
+def fill(count: int, type_name: str) -> None:
+    publish_many((type_name, {"n": n}) for n in range(count))
+
+
+def fill_keys(count: int, keys: int) -> None:
+    """Row by row in turn, as if many had published at once."""
+    QueuedEvent.objects.bulk_create(keyed_rows(count, keys), batch_size=1000)
+
+
+def keyed_rows(count: int, keys: int) -> Iterator[QueuedEvent]:
+    for n in range(count):
+        yield QueuedEvent(
+            namespace=settings.NAMESPACE,
+            queue=settings.QUEUE,
+            type="bench.noop",
+            payload={"n": n},
+            key=f"key:{n % keys}",
+            producer=settings.producer(),
+        )

@@ -1,0 +1,24 @@
+"""What a measurement comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    name: str
+    value: float
+    unit: str
+
+
+def per_second(name: str, value: float) -> Figure:
+    return Figure(name=name, value=round(value), unit="/s")
+
+
+def milliseconds(name: str, seconds: float) -> Figure:
+    return Figure(name=name, value=round(seconds * 1000, 2), unit="ms")
+
+
+def ratio(name: str, value: float) -> Figure:
+    return Figure(name=name, value=round(value, 2), unit="x")

@@ -1,0 +1,13 @@
+"""Figures for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def print_table(report: dict[str, Any]) -> None:
+    print(f"\n{report['database']}, Python {report['python']}, Django {report['django']}")
+    for figure in report["figures"]:
+        value = figure["value"]
+        shown = f"{value:,.0f}" if figure["unit"] == "/s" else f"{value:,.2f}"
+        print(f"  {figure['name']:<55} {shown:>10} {figure['unit']}", flush=True)

@@ -1,0 +1,1 @@
+"""What ``run.py`` is made of. The shop itself knows nothing of it."""

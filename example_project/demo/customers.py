@@ -1,0 +1,51 @@
+"""People who order: they fill in the storefront's form, as a browser would."""
+
+from __future__ import annotations
+
+import http.cookiejar
+import random
+import re
+import urllib.parse
+import urllib.request
+
+from shop.models import Card
+
+NAMES = ("ada", "grace", "edsger", "barbara", "donald", "frances", "tony", "margaret")
+DECLINED = 0.1
+
+
+class Customers:
+    """One browser shared by all of them."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        cookies = http.cookiejar.CookieJar()
+        self._browser = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}),  # the shop is on this machine
+            urllib.request.HTTPCookieProcessor(cookies),
+        )
+        page = self._open(url)
+        self._token = _found(r'name="csrfmiddlewaretoken" value="(\w+)"', page)[0]
+        self._products = _found(r'name="product" value="(\d+)"', page)
+
+    def order(self, *, card: Card | None = None) -> None:
+        """Something, by somebody; one card in ten is not good."""
+        form = {
+            "csrfmiddlewaretoken": self._token,
+            "product": random.choice(self._products),
+            "quantity": random.randint(1, 3),
+            "email": f"{random.choice(NAMES)}@example.com",
+            "card": card or (Card.EMPTY if random.random() < DECLINED else Card.GOOD),
+        }
+        self._open(f"{self.url}order/", urllib.parse.urlencode(form).encode())
+
+    def _open(self, url: str, data: bytes | None = None) -> str:
+        with self._browser.open(url, data, timeout=30) as response:
+            return str(response.read().decode())
+
+
+def _found(pattern: str, page: str) -> list[str]:
+    found = re.findall(pattern, page)
+    if not found:
+        raise ValueError(f"the storefront has nothing like {pattern}")
+    return found

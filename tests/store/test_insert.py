@@ -1,0 +1,56 @@
+"""insert: one row, in the caller's transaction."""
+
+import uuid
+
+import pytest
+
+from django_eventbus.models import EventLog, QueuedEvent
+from django_eventbus.publishing import publish, publish_many
+from django_eventbus.store import Completed, NewEvent
+
+pytestmark = pytest.mark.django_db
+
+
+def test_an_inserted_event_is_pending_and_has_an_id_and_a_time():
+    event = publish("order.placed", {"order": 7})
+    event.refresh_from_db()
+    assert (event.status, event.attempts, event.available_at) == ("PENDING", 0, None)
+    assert event.pk is not None
+    assert event.created_at is not None
+
+
+def test_many_events_keep_the_order_they_were_given_in(store):
+    publish_many(("order.placed", {"n": n}) for n in range(2500))
+    numbers = [event.payload["n"] for event in QueuedEvent.objects.order_by("id")]
+    assert numbers == list(range(2500))
+
+
+def test_many_events_share_what_they_have_in_common(store):
+    publish_many([("a", 1), ("b", [2])], key="k", queue="default", priority=3, headers={"h": 1})
+    rows = QueuedEvent.objects.order_by("id").values_list(
+        "type", "payload", "key", "priority", "headers", "version", "status"
+    )
+    assert list(rows) == [
+        ("a", 1, "k", 3, {"h": 1}, 1, "PENDING"),
+        ("b", [2], "k", 3, {"h": 1}, 1, "PENDING"),
+    ]
+
+
+def test_many_delayed_events_are_delayed(store):
+    publish_many([("a", 1), ("a", 2)], delay=60)
+    assert QueuedEvent.objects.filter(available_at__isnull=False).count() == 2
+
+
+def test_an_event_that_already_ended_is_not_inserted_again(store, worker_id):
+    event = publish("order.placed", {}, event_id=uuid.uuid4())
+    (claimed,) = store.claim("default", limit=1, worker_id=worker_id)
+    store.settle(claimed.claim.token, [Completed(claimed.row_id)])
+    again = publish("order.placed", {}, event_id=event.event_id)
+    assert again.event_id == event.event_id
+    assert not QueuedEvent.objects.exists()
+    assert EventLog.objects.count() == 1
+
+
+def test_a_new_event_names_its_fields_as_the_model_does():
+    fields = {field.name for field in QueuedEvent._meta.fields}
+    assert set(NewEvent._fields) <= fields

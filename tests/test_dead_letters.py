@@ -1,0 +1,362 @@
+"""Dead letters: what they keep, and what can be done with them.
+
+M26 asks that listing, retrying and purging need no worker: workers only run here to make events
+die, or to handle what was retried.
+"""
+
+import uuid
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.db import transaction
+
+from django_eventbus import Discard, dead_letters, handler, publish, publish_many
+from django_eventbus.models import DeadEvent, EventLog, EventWorker, QueuedEvent
+from django_eventbus.registry import subscribe, unsubscribe
+from django_eventbus.store import store_for
+from tests.bus import drain, drain_with_retries, logged
+
+pytestmark = pytest.mark.django_db
+
+NOON = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+
+
+def dead_letter(
+    type="order.placed",
+    payload=None,
+    *,
+    error=None,
+    handler_name="shop.ship",
+    died_at=None,
+    **options,
+):
+    """An event whose only handler gave up at the first error."""
+
+    def fail(event):
+        raise error or ValueError("no stock")
+
+    subscription = subscribe(type, fail, name=handler_name, retry={"max_retries": 0})
+    event = publish(type, {} if payload is None else payload, **options)
+    drain()
+    unsubscribe(subscription)
+    if died_at is not None:
+        EventLog.objects.filter(event_id=event.event_id).update(finished_at=died_at)
+    return DeadEvent.objects.get(event_id=event.event_id)
+
+
+def many_dead_letters(count):
+    """Numbered by payload, in the order of their death."""
+
+    def fail(event):
+        raise ValueError("no stock")
+
+    subscription = subscribe("bulk", fail, name="bulk", retry={"max_retries": 0})
+    publish_many(("bulk", number) for number in range(count))
+    drain()
+    unsubscribe(subscription)
+
+
+def ids_of(events):
+    return [each.event_id for each in events]
+
+
+def test_a_dead_letter_keeps_the_event_why_it_died_and_when():
+    """M13: the original event, the reason, the time of failure, the full traceback."""
+    letter = dead_letter(
+        payload={"order": 7},
+        key="order:7",
+        headers={"tenant": "north"},
+        priority=3,
+        error=KeyError("stock"),
+    )
+    assert (letter.type, letter.payload, letter.key) == ("order.placed", {"order": 7}, "order:7")
+    assert (letter.headers, letter.priority) == ({"tenant": "north"}, 3)
+    assert (letter.status, letter.dead_handler) == ("FAILED", "shop.ship")
+    assert letter.error_type == "KeyError"
+    (error,) = letter.errors
+    assert (error["handler"], error["message"]) == ("shop.ship", "'stock'")
+    assert error["traceback"].startswith("Traceback (most recent call last):")
+    assert "in fail\n    raise error" in error["traceback"]
+    assert error["traceback"].endswith("KeyError: 'stock'\n")
+    failed_at = datetime.fromisoformat(error["at"])
+    assert timedelta(0) <= store_for().read_clock() - failed_at < timedelta(minutes=1)
+    assert abs(letter.finished_at - failed_at) < timedelta(minutes=1)
+
+
+def test_the_errors_of_all_attempts_are_kept_in_order():
+    """M28."""
+
+    @handler("order.placed", name="shop.ship", retry={"max_retries": 2})
+    def fail(event):
+        raise ValueError(f"failure {event.attempt}")
+
+    event = publish("order.placed", {})
+    drain_with_retries()
+    told = [(each["attempt"], each["message"]) for each in logged(event).errors]
+    assert told == [(1, "failure 1"), (2, "failure 2"), (3, "failure 3")]
+
+
+def test_an_event_that_only_some_handlers_did_is_a_dead_letter():
+    handler("order.placed", name="fine")(lambda event: None)
+    letter = dead_letter()
+    assert letter.status == "COMPLETED_WITH_ERRORS"
+    states = {name: state["state"] for name, state in letter.deliveries.items()}
+    assert states == {"fine": "done", "shop.ship": "dead"}
+
+
+def test_a_discarded_event_is_a_dead_letter():
+    letter = dead_letter(error=Discard("the order was cancelled"))
+    assert letter.status == "DISCARDED"
+    assert letter.errors[0]["message"] == "the order was cancelled"
+
+
+def test_a_completed_event_is_not_a_dead_letter():
+    handler("order.placed", name="fine")(lambda event: None)
+    publish("order.placed", {})
+    drain()
+    assert EventLog.objects.count() == 1
+    assert dead_letters.list() == []
+
+
+def test_the_newest_dead_are_listed_first():
+    """M26: by time of death, whatever the order of publishing."""
+    middle = dead_letter(died_at=NOON)
+    newest = dead_letter(died_at=NOON + timedelta(hours=1))
+    oldest = dead_letter(died_at=NOON - timedelta(hours=1))
+    assert ids_of(dead_letters.list()) == ids_of([newest, middle, oldest])
+
+
+def test_a_list_has_one_hundred_unless_told_otherwise():
+    """M26."""
+    many_dead_letters(103)
+    EventLog.objects.update(finished_at=NOON)
+    assert [each.payload for each in dead_letters.list()] == list(range(102, 2, -1))
+    assert [each.payload for each in dead_letters.list(limit=2)] == [102, 101]
+    assert [each.payload for each in dead_letters.list(limit=2, offset=101)] == [1, 0]
+    assert dead_letters.list(offset=103) == []
+
+
+def test_a_list_is_one_query(django_assert_num_queries):
+    dead_letter()
+    with django_assert_num_queries(1):
+        assert len(dead_letters.list(type="order.*", handler="shop.ship")) == 1
+
+
+@pytest.fixture
+def two_letters(settings):
+    """The first is what the filters below choose, the second shares nothing with it."""
+    settings.EVENTBUS = {"QUEUES": ["default", "mail"]}
+    chosen = dead_letter(key="order:7", queue="mail", error=KeyError(7), died_at=NOON)
+    other = dead_letter(
+        "stock.empty", key="stock:1", handler_name="stock.buy", died_at=NOON + timedelta(hours=1)
+    )
+    return chosen, other
+
+
+FILTERS = [
+    {"type": "order.placed"},
+    {"type": "order.*"},
+    {"type": "o*"},
+    {"handler": "shop.ship"},
+    {"queue": "mail"},
+    {"key": "order:7"},
+    {"error_type": "KeyError"},
+    {"older_than": NOON},
+    {"type": "order.*", "key": "order:7", "queue": "mail", "handler": "shop.ship"},
+]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_every_filter_chooses_what_is_listed(two_letters, filters):
+    assert ids_of(dead_letters.list(**filters)) == [two_letters[0].event_id]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_every_filter_chooses_what_is_retried(two_letters, filters):
+    chosen, other = two_letters
+    assert dead_letters.retry(**filters) == 1
+    assert ids_of(QueuedEvent.objects.all()) == [chosen.event_id]
+    assert ids_of(dead_letters.list()) == [other.event_id]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+def test_every_filter_chooses_what_is_purged(two_letters, filters):
+    assert dead_letters.purge(**filters) == 1
+    assert ids_of(dead_letters.list()) == [two_letters[1].event_id]
+
+
+def test_the_event_id_is_a_filter_too(two_letters):
+    chosen, _ = two_letters
+    assert ids_of(dead_letters.list(event_id=chosen.event_id)) == [chosen.event_id]
+    assert dead_letters.purge(event_id=chosen.event_id) == 1
+
+
+def test_filters_have_to_fit_together(two_letters):
+    assert dead_letters.list(type="order.placed", handler="stock.buy") == []
+    assert dead_letters.retry(type="order.placed", handler="stock.buy") == 0
+    assert dead_letters.purge(type="order.placed", handler="stock.buy") == 0
+
+
+def test_nothing_but_a_star_at_the_end_of_a_type_is_special():
+    dead_letter("a_b%.x")
+    dead_letter("aXbY.x")
+    assert [each.type for each in dead_letters.list(type="a_b%.*")] == ["a_b%.x"]
+
+
+def test_a_retried_event_is_as_if_it_were_new():
+    """M26: pending, no attempts, no errors. M15: the key and all else it carries stay."""
+    letter = dead_letter(payload={"order": 7}, key="order:7", priority=3, headers={"h": 1})
+    assert letter.attempts == 1
+    assert dead_letters.retry(letter) == 1
+    row = QueuedEvent.objects.get()
+    assert (row.status, row.attempts, row.crashes) == ("PENDING", 0, 0)
+    assert (row.errors, row.deliveries) == (None, None)
+    assert (row.available_at, row.claim_token, row.claimed_by) == (None, None, None)
+    assert row.processing_started_at is None
+    for name in ("event_id", "type", "payload", "key", "priority", "headers", "queue"):
+        assert getattr(row, name) == getattr(letter, name)
+    assert row.created_at == letter.created_at
+    assert not EventLog.objects.exists()
+
+
+def test_a_retried_event_is_handled():
+    """M15: the handler finds the key the event was published with."""
+    letter = dead_letter(payload={"order": 7}, key="order:7")
+    seen = []
+    handler("order.placed", name="shop.ship")(seen.append)
+    dead_letters.retry(letter)
+    drain()
+    (event,) = seen
+    assert (event.id, event.payload, event.key) == (letter.event_id, {"order": 7}, "order:7")
+    assert (event.attempt, event.delivery_count) == (1, 1)
+    assert logged(letter).status == "COMPLETED"
+    assert dead_letters.list() == []
+
+
+def test_handlers_that_were_done_stay_done():
+    """M26: only what is still owed is run again."""
+    runs = []
+    handler("order.placed", name="fine")(lambda event: runs.append("fine"))
+    letter = dead_letter()
+    handler("order.placed", name="shop.ship")(lambda event: runs.append("shop.ship"))
+    dead_letters.retry(letter)
+    drain()
+    assert runs == ["fine", "shop.ship"]
+    assert logged(letter).status == "COMPLETED"
+
+
+def test_an_event_that_dies_again_tells_only_of_its_second_life():
+    letter = dead_letter(error=ValueError("first life"))
+    dead_letters.retry(letter)
+    handler("order.placed", name="shop.ship", retry={"max_retries": 1})(_fail_differently)
+    drain_with_retries()
+    again = DeadEvent.objects.get(event_id=letter.event_id)
+    assert [each["message"] for each in again.errors] == ["second life"] * 2
+    assert [each["attempt"] for each in again.errors] == [1, 2]
+
+
+def _fail_differently(event):
+    raise ValueError("second life")
+
+
+def test_dead_letters_are_retried_by_id_or_by_row_or_several_at_once():
+    first, second, third, fourth = (dead_letter() for _ in range(4))
+    assert dead_letters.retry(first.event_id) == 1
+    assert dead_letters.retry(logged(second)) == 1
+    assert dead_letters.retry([third.event_id, fourth]) == 2
+    assert QueuedEvent.objects.count() == 4
+
+
+def test_what_is_not_dead_is_passed_over():
+    handler("fine", name="fine")(lambda event: None)
+    completed, letter = publish("fine", {}), dead_letter()
+    waiting = publish("order.placed", {})
+    given = [completed.event_id, waiting.event_id, uuid.uuid4(), letter.event_id]
+    assert dead_letters.retry(given) == 1
+    assert dead_letters.retry(given) == 0
+    assert dead_letters.retry([]) == 0
+    assert logged(completed).status == "COMPLETED"
+    assert set(ids_of(QueuedEvent.objects.all())) == {waiting.event_id, letter.event_id}
+
+
+def test_a_retry_is_part_of_the_callers_transaction():
+    letter = dead_letter()
+    with transaction.atomic():
+        dead_letters.retry(letter)
+        transaction.set_rollback(True)
+    assert not QueuedEvent.objects.exists()
+    assert ids_of(dead_letters.list()) == [letter.event_id]
+
+
+def test_purge_takes_who_died_at_that_time_or_before():
+    """M26: the bound is inclusive."""
+    moment = timedelta(milliseconds=1)
+    dead_letter(died_at=NOON - moment)
+    dead_letter(died_at=NOON)
+    younger = dead_letter(died_at=NOON + moment)
+    assert dead_letters.purge(older_than=NOON) == 2
+    assert ids_of(dead_letters.list()) == [younger.event_id]
+
+
+def test_purge_counts_a_time_span_back_from_now():
+    now = store_for().read_clock()
+    dead_letter(died_at=now - timedelta(days=30, minutes=1))
+    younger = dead_letter(died_at=now - timedelta(days=29, hours=23))
+    assert dead_letters.purge(older_than=timedelta(days=30)) == 1
+    assert ids_of(dead_letters.list()) == [younger.event_id]
+
+
+def test_purge_goes_by_the_time_of_death_not_of_publishing():
+    """M26."""
+    letter = dead_letter(died_at=NOON)
+    EventLog.objects.update(created_at=NOON - timedelta(days=300))
+    assert dead_letters.purge(older_than=NOON - timedelta(days=1)) == 0
+    assert ids_of(dead_letters.list()) == [letter.event_id]
+
+
+def test_purge_leaves_completed_events_alone():
+    handler("fine", name="fine")(lambda event: None)
+    completed = publish("fine", {})
+    dead_letter()
+    EventLog.objects.update(finished_at=NOON)
+    assert dead_letters.purge(older_than=NOON) == 1
+    assert logged(completed).status == "COMPLETED"
+
+
+def test_a_long_retry_reports_its_progress_in_pieces(monkeypatch):
+    monkeypatch.setattr(dead_letters, "CHUNK", 2)
+    many_dead_letters(5)
+    progress = []
+    assert dead_letters.retry(progress=progress.append) == 5
+    assert progress == [2, 4, 5]
+    assert QueuedEvent.objects.count() == 5
+
+
+def test_a_long_purge_reports_its_progress_in_pieces(monkeypatch):
+    monkeypatch.setattr(dead_letters, "CHUNK", 2)
+    many_dead_letters(5)
+    progress = []
+    assert dead_letters.purge(progress=progress.append) == 5
+    assert progress == [2, 4, 5]
+    assert not EventLog.objects.exists()
+
+
+def test_dead_letters_need_no_worker():
+    """M26."""
+    many_dead_letters(3)
+    assert not EventWorker.objects.exists()
+    newest, *_ = dead_letters.list()
+    assert dead_letters.retry(newest) == 1
+    assert dead_letters.purge(type="bulk") == 2
+    assert not EventWorker.objects.exists()
+
+
+def test_the_dead_letters_of_other_projects_are_out_of_reach(settings):
+    """M8: namespaces share a database, not their dead letters."""
+    ours = dead_letter()
+    settings.EVENTBUS = {"NAMESPACE": "theirs"}
+    assert dead_letters.list() == []
+    assert dead_letters.retry(ours.event_id) == 0
+    assert dead_letters.purge() == 0
+    settings.EVENTBUS = {}
+    assert ids_of(dead_letters.list()) == [ours.event_id]

@@ -1,0 +1,605 @@
+"""Running handlers: what commits together, what is undone alone, what is tried again."""
+
+import asyncio
+import contextlib
+import threading
+import uuid
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+
+from django_eventbus import (
+    Discard,
+    Retry,
+    dead_letters,
+    delivery,
+    handler,
+    publish,
+    publish_many,
+    subscribe,
+    unsubscribe,
+)
+from django_eventbus.models import EventLog, QueuedEvent
+from tests.bus import drain, drain_with_retries, logged, make_due
+from tests.shop.models import Effect
+
+pytestmark = pytest.mark.django_db
+
+ONCE = {"max_retries": 0}
+
+
+def effect(event, note=""):
+    Effect.objects.create(event_id=event.id, handler=event.handler_name, note=note)
+
+
+def notes():
+    return sorted(Effect.objects.values_list("note", flat=True))
+
+
+def test_handlers_run_by_priority_then_in_order_of_registration():
+    """M11."""
+    ran = []
+    for name, priority in (("a", 0), ("b", 5), ("c", 0), ("d", 5)):
+        handler("x", name=name, priority=priority)(lambda event: ran.append(event.handler_name))
+    publish("x", {})
+    drain()
+    assert ran == ["b", "d", "a", "c"]
+
+
+def test_a_failing_handler_takes_only_its_own_writes_back():
+    @handler("x", name="good")
+    def good(event):
+        effect(event, "good")
+
+    @handler("x", name="bad", retry=ONCE)
+    def bad(event):
+        effect(event, "bad")
+        raise ValueError("no")
+
+    event = publish("x", {})
+    drain()
+    assert notes() == ["good"]
+    assert logged(event).status == "COMPLETED_WITH_ERRORS"
+    assert logged(event).deliveries["bad"] == {"state": "dead", "failures": 1}
+
+
+def test_a_failing_event_leaves_its_neighbours_of_the_group_alone():
+    @handler("x", name="h", retry=ONCE)
+    def sometimes(event):
+        effect(event, str(event.payload))
+        if event.payload == 3:
+            raise ValueError("three")
+
+    publish_many(("x", n) for n in range(6))
+    drain()
+    assert notes() == ["0", "1", "2", "4", "5"]
+    assert EventLog.objects.filter(status="COMPLETED").count() == 5
+    assert EventLog.objects.filter(status="FAILED").count() == 1
+
+
+def test_handlers_of_many_events_share_a_transaction():
+    seen = []
+
+    @handler("x", name="h")
+    def count(event):
+        effect(event)
+        with connection.cursor() as cursor:
+            if connection.vendor == "postgresql":
+                cursor.execute("SELECT pg_current_xact_id()::text")
+                seen.append(cursor.fetchone()[0])
+
+    publish_many(("x", n) for n in range(10))
+    drain()
+    assert Effect.objects.count() == 10
+    assert len(set(seen)) <= 1
+
+
+def test_a_handler_that_touches_nothing_costs_no_savepoint(django_assert_max_num_queries):
+    @handler("x", name="h")
+    def idle(event):
+        pass
+
+    publish_many(("x", n) for n in range(20))
+    with django_assert_max_num_queries(40) as queries:
+        drain()
+    assert not [q for q in queries.captured_queries if '"eventbus_' in q["sql"]]
+    assert EventLog.objects.count() == 20
+
+
+def test_every_attempt_is_kept_in_order():
+    """M28, M13: all errors of all attempts, with type, message, time and traceback."""
+
+    @handler("x", name="h", retry={"max_retries": 2})
+    def fail(event):
+        raise ValueError(f"attempt {event.attempt}")
+
+    event = publish("x", {"a": 1})
+    drain_with_retries()
+    log = logged(event)
+    assert [error["message"] for error in log.errors] == ["attempt 1", "attempt 2", "attempt 3"]
+    assert {error["type"] for error in log.errors} == {"ValueError"}
+    assert "raise ValueError" in log.errors[0]["traceback"]
+    assert log.payload == {"a": 1}
+    assert (log.status, log.attempts) == ("FAILED", 3)
+
+
+def test_an_event_without_a_handler_waits_and_then_dies(settings):
+    """M12: kept and redelivered, then dead-lettered with that reason."""
+    settings.EVENTBUS = {"UNHANDLED_RETRY": {"max_retries": 1}}
+    event = publish("nobody.cares", {})
+    drain()
+    assert QueuedEvent.objects.get().status == "PENDING"
+    make_due()
+    drain()
+    assert logged(event).status == "FAILED"
+    assert "no handler is registered for 'nobody.cares'" in logged(event).errors[-1]["message"]
+
+
+def test_an_event_whose_handler_arrives_with_the_next_deploy_is_handled():
+    event = publish("x", {})
+    drain()
+
+    @handler("x", name="h")
+    def arrived(event):
+        effect(event, "here")
+
+    make_due()
+    drain()
+    assert notes() == ["here"]
+    assert logged(event).status == "COMPLETED"
+
+
+def test_an_event_without_a_handler_may_count_as_completed(settings):
+    settings.EVENTBUS = {"UNHANDLED": "complete"}
+    event = publish("nobody.cares", {})
+    drain()
+    assert logged(event).status == "COMPLETED"
+
+
+def test_a_handler_that_vanished_in_a_deploy_is_waited_for_and_then_dead(settings):
+    settings.EVENTBUS = {"UNHANDLED_RETRY": {"max_retries": 0}}
+
+    def fail(event):
+        raise ValueError
+
+    subscription = subscribe("x", fail, name="old.name")
+    handler("x", name="other")(lambda event: None)
+    event = publish("x", {})
+    drain()
+    unsubscribe(subscription)
+    make_due()
+    drain()
+    log = logged(event)
+    assert (log.status, log.dead_handler) == ("COMPLETED_WITH_ERRORS", "old.name")
+    assert "'old.name', which is not registered" in log.errors[-1]["message"]
+
+
+def test_discard_gives_up_at_once():
+    @handler("x", name="h")
+    def refuse(event):
+        raise Discard("card declined")
+
+    event = publish("x", {})
+    drain()
+    assert (logged(event).status, logged(event).attempts) == ("DISCARDED", 1)
+    assert dead_letters.list()[0].errors[0]["message"] == "card declined"
+
+
+def test_retry_says_when():
+    @handler("x", name="h")
+    def later(event):
+        raise Retry("not yet", delay=3600)
+
+    publish("x", {})
+    drain()
+    row = QueuedEvent.objects.get()
+    waits = row.available_at - row.created_at
+    assert 3500 < waits.total_seconds() < 3700
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, MemoryError],
+)
+def test_whatever_a_handler_raises_is_a_failure_and_not_the_end(exception):
+    @handler("x", name="h", retry=ONCE)
+    def leave(event):
+        raise exception
+
+    handler("y", name="i")(lambda event: effect(event, "still here"))
+    event = publish("x", {})
+    publish("y", {})
+    drain()
+    assert logged(event).status == "FAILED"
+    assert notes() == ["still here"]
+
+
+def test_all_handlers_of_an_event_or_none(settings):
+    """M10: EVENTBUS["ATOMIC"] = "event"."""
+    settings.EVENTBUS = {"ATOMIC": "event"}
+    answers = [ValueError("first time"), None]
+
+    @handler("x", name="a")
+    def a(event):
+        effect(event, "a")
+
+    @handler("x", name="b")
+    def b(event):
+        effect(event, "b")
+        if error := answers.pop(0):
+            raise error
+
+    event = publish("x", {})
+    drain()
+    assert notes() == []
+    make_due()
+    drain()
+    assert notes() == ["a", "b"]
+    assert logged(event).status == "COMPLETED"
+
+
+def test_one_dead_handler_is_the_death_of_an_atomic_event(settings):
+    settings.EVENTBUS = {"ATOMIC": "event"}
+    handler("x", name="a")(lambda event: effect(event, "a"))
+
+    @handler("x", name="b", retry=ONCE)
+    def b(event):
+        raise ValueError
+
+    event = publish("x", {})
+    drain()
+    assert notes() == []
+    assert logged(event).status == "FAILED"
+
+
+def test_events_published_by_a_handler_that_fails_never_were():
+    @handler("x", name="h", retry=ONCE)
+    def fail(event):
+        publish("child", {})
+        raise ValueError
+
+    publish("x", {})
+    drain()
+    assert not QueuedEvent.objects.filter(type="child").exists()
+    assert not EventLog.objects.filter(type="child").exists()
+
+
+def test_a_swallowed_database_error_is_a_failure_of_that_handler_alone():
+    if connection.vendor != "postgresql":
+        pytest.skip("only PostgreSQL breaks the transaction on an error")
+
+    @handler("x", name="h", retry=ONCE)
+    def swallow(event):
+        if event.payload == 1:
+            with pytest.raises(IntegrityError):
+                Effect.objects.create(event_id=None, handler="h")
+        else:
+            effect(event, str(event.payload))
+
+    publish_many(("x", n) for n in range(3))
+    drain()
+    assert notes() == ["0", "2"]
+    (dead,) = dead_letters.list()
+    assert "swallowed a database error" in dead.errors[0]["message"]
+
+
+def test_a_handler_that_leaves_its_atomic_block_open_fails():
+    @handler("x", name="h", retry=ONCE)
+    def leave_open(event):
+        if event.payload == 1:
+            transaction.atomic().__enter__()
+        effect(event, str(event.payload))
+
+    publish_many(("x", n) for n in range(3))
+    drain()
+    assert notes() == ["0", "2"]
+    (dead,) = dead_letters.list()
+    assert "left an atomic() block open" in dead.errors[0]["message"]
+
+
+def test_a_handler_that_asks_for_rollback_fails():
+    @handler("x", name="h", retry=ONCE)
+    def roll_back(event):
+        effect(event, str(event.payload))
+        if event.payload == 1:
+            transaction.set_rollback(True)
+
+    publish_many(("x", n) for n in range(3))
+    drain()
+    assert notes() == ["0", "2"]
+    assert "marked for rollback" in dead_letters.list()[0].errors[0]["message"]
+
+
+def test_a_durable_block_in_a_handler_is_told_what_it_needs():
+    @handler("x", name="h", retry=ONCE)
+    def durable(event):
+        with transaction.atomic(durable=True):
+            pass
+
+    publish("x", {})
+    drain()
+    text = dead_letters.list()[0].errors[0]["traceback"]
+    assert "durable" in text
+    assert "atomic=False" in text
+
+
+def test_a_handler_may_nest_atomic_blocks_and_catch_what_they_raise():
+    @handler("x", name="h")
+    def nest(event):
+        effect(event, "outer")
+        try:
+            with transaction.atomic():
+                effect(event, "inner")
+                raise ValueError
+        except ValueError:
+            pass
+
+    event = publish("x", {})
+    drain()
+    assert notes() == ["outer"]
+    assert logged(event).status == "COMPLETED"
+
+
+def test_a_plain_handler_runs_outside_of_any_transaction_of_ours(transactional_db):
+    @handler("x", name="h", atomic=False)
+    def look(event):
+        effect(event, str(connection.in_atomic_block))
+
+    event = publish("x", {})
+    drain()
+    assert notes() == ["False"]
+    assert logged(event).status == "COMPLETED"
+
+
+def test_atomic_handlers_are_done_before_the_others_of_their_event_run(transactional_db):
+    @handler("x", name="outside", atomic=False, priority=10, retry=ONCE)
+    def outside(event):
+        row = QueuedEvent.objects.get()
+        effect(event, row.deliveries["inside"]["state"])
+
+    @handler("x", name="inside")
+    def inside(event):
+        effect(event, "inside")
+
+    publish("x", {})
+    drain()
+    assert notes() == ["done", "inside"]
+
+
+def test_a_plain_handler_that_fails_is_retried_alone(transactional_db):
+    answers = [ValueError("gateway"), None]
+
+    @handler("x", name="mail", atomic=False)
+    def mail(event):
+        if error := answers.pop(0):
+            raise error
+
+    handler("x", name="stock")(lambda event: effect(event, "stock"))
+    event = publish("x", {})
+    drain()
+    make_due()
+    drain()
+    assert notes() == ["stock"]
+    assert logged(event).status == "COMPLETED"
+    assert answers == []
+
+
+def test_a_plain_handler_that_leaves_a_transaction_open_fails(transactional_db):
+    @handler("x", name="h", atomic=False, retry=ONCE)
+    def leave_open(event):
+        transaction.atomic().__enter__()
+        effect(event)
+
+    event = publish("x", {})
+    drain()
+    assert logged(event).status == "FAILED"
+    assert notes() == []
+
+
+def test_async_handlers_overlap(transactional_db):
+    """Each waits for the other: one after the other they would wait for ever."""
+    both = threading.Barrier(2, timeout=10)
+
+    @handler("x", name="h", timeout=15)
+    async def meet(event):
+        await asyncio.to_thread(both.wait)
+
+    publish_many(("x", n) for n in range(2))
+    drain()
+    assert EventLog.objects.filter(status="COMPLETED").count() == 2
+
+
+def test_an_async_handler_that_fails_is_retried():
+    answers = [ValueError("first"), None]
+
+    @handler("x", name="h")
+    async def fail(event):
+        if error := answers.pop(0):
+            raise error
+
+    event = publish("x", {})
+    drain_with_retries()
+    assert logged(event).status == "COMPLETED"
+    assert [error["message"] for error in logged(event).errors] == ["first"]
+
+
+def test_a_handler_that_sleeps_past_its_deadline_is_interrupted():
+    """M17: a timeout is a failure like any other."""
+    never = threading.Event()
+
+    @handler("x", name="h", timeout=0.1, retry=ONCE)
+    def sleep(event):
+        never.wait()
+
+    handler("y", name="i")(lambda event: effect(event, "next"))
+    event = publish("x", {})
+    publish("y", {})
+    drain()
+    assert logged(event).errors[0]["type"] == "TimeoutError"
+    assert "h ran longer than 0.1 s" in logged(event).errors[0]["message"]
+    assert notes() == ["next"]
+
+
+def test_a_busy_handler_is_interrupted_too():
+    @handler("x", name="h", timeout=0.1, retry=ONCE)
+    def spin(event):
+        while True:
+            with contextlib.suppress(Exception):
+                sum(range(100))
+
+    event = publish("x", {})
+    drain()
+    assert logged(event).errors[0]["type"] == "TimeoutError"
+
+
+def test_an_async_handler_past_its_deadline_is_cancelled():
+    @handler("x", name="h", timeout=0.1, retry=ONCE)
+    async def sleep(event):
+        await asyncio.Event().wait()
+
+    event = publish("x", {})
+    drain()
+    assert logged(event).errors[0]["type"] == "TimeoutError"
+
+
+def test_callbacks_of_a_handler_that_failed_do_not_run(transactional_db):
+    called = []
+
+    @handler("x", name="h", retry=ONCE)
+    def fail(event):
+        transaction.on_commit(lambda: called.append(event.payload))
+        if event.payload in (1, 3):
+            if event.payload == 3:
+                effect(event)
+            raise ValueError
+
+    publish_many(("x", n) for n in range(5))
+    drain()
+    assert called == [0, 2, 4]
+
+
+def test_a_callback_that_raises_harms_neither_its_event_nor_the_callbacks_of_others(
+    transactional_db,
+):
+    called = []
+
+    def explode():
+        raise ValueError("callback")
+
+    @handler("x", name="h")
+    def register(event):
+        effect(event, str(event.payload))
+        transaction.on_commit(explode if event.payload == 0 else lambda: called.append(1))
+
+    publish_many(("x", n) for n in range(3))
+    drain()
+    assert called == [1, 1]
+    assert EventLog.objects.filter(status="COMPLETED").count() == 3
+    assert notes() == ["0", "1", "2"]
+
+
+def test_order_is_kept_through_failures_of_the_head():
+    """M15: same key, one at a time, oldest first, also when the first has to be retried."""
+    ran = []
+    answers = {0: [ValueError("once")], 2: [ValueError("once")]}
+
+    @handler("step", name="h")
+    def step(event):
+        if answers.get(event.payload):
+            raise answers[event.payload].pop()
+        ran.append(event.payload)
+
+    publish_many((("step", n) for n in range(5)), key="a")
+    publish("step", "free", key="b")
+    drain()
+    assert ran == ["free"]
+    drain_with_retries()
+    assert [n for n in ran if n != "free"] == [0, 1, 2, 3, 4]
+
+
+def test_events_behind_a_failing_head_are_not_charged():
+    @handler("step", name="h")
+    def fail(event):
+        raise ValueError
+
+    publish_many((("step", n) for n in range(3)), key="a")
+    drain()
+    attempts = QueuedEvent.objects.order_by("id").values_list("attempts", flat=True)
+    assert list(attempts) == [1, 0, 0]
+
+
+def test_order_is_kept_across_handlers_outside_of_transactions(transactional_db):
+    ran = []
+
+    @handler("step", name="inside")
+    def inside(event):
+        ran.append(("inside", event.payload))
+
+    @handler("step", name="outside", atomic=False)
+    def outside(event):
+        ran.append(("outside", event.payload))
+
+    publish_many((("step", n) for n in range(3)), key="a")
+    drain()
+    assert ran == [(name, n) for n in range(3) for name in ("inside", "outside")]
+
+
+def test_a_dead_head_lets_its_key_go_on():
+    ran = []
+
+    @handler("step", name="h", retry=ONCE)
+    def step(event):
+        if event.payload == 0:
+            raise ValueError
+        ran.append(event.payload)
+
+    publish_many((("step", n) for n in range(3)), key="a")
+    drain_with_retries()
+    assert ran == [1, 2]
+
+
+def test_a_group_is_cut_when_it_holds_many_savepoints(transactional_db, monkeypatch):
+    monkeypatch.setattr(delivery, "GROUP_SAVEPOINTS", 3)
+    committed = []
+
+    @handler("x", name="h")
+    def write(event):
+        effect(event)
+        transaction.on_commit(lambda: committed.append(event.payload))
+        if event.payload == 7:
+            committed.append("seven runs")
+
+    publish_many(("x", n) for n in range(8))
+    drain()
+    assert committed[:7] == [0, 1, 2, 3, 4, 5, "seven runs"]
+
+
+def test_a_lost_claim_commits_nothing_of_its_group(transactional_db):
+    """Fencing: another worker took one of the events while its handler ran."""
+
+    @handler("x", name="h")
+    def lose(event):
+        effect(event, str(event.payload))
+        if event.payload == 1:
+            # As another worker would: by its own connection.
+            steal_from_another_connection(event.id)
+
+    publish_many(("x", n) for n in range(3))
+    if connection.vendor == "sqlite":
+        pytest.skip("SQLite has one writer: nobody can steal while the group's transaction is open")
+    drain(max_events=2)
+    assert notes() == ["0", "2"]
+    stolen = QueuedEvent.objects.get()
+    assert stolen.payload == 1
+
+
+def steal_from_another_connection(event_id):
+    def steal():
+        QueuedEvent.objects.filter(event_id=event_id).update(
+            claim_token=uuid.uuid4(), claimed_by=uuid.uuid4()
+        )
+        connection.close()
+
+    thread = threading.Thread(target=steal)
+    thread.start()
+    thread.join()

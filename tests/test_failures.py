@@ -1,0 +1,300 @@
+"""Errors as they are stored: whatever is in them, every database takes them."""
+
+import json
+import types
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from django_eventbus.events import check_payload
+from django_eventbus.failures import MAX_MESSAGE, clean, describe, fingerprint, type_name
+
+AT = datetime(2026, 3, 1, 12, tzinfo=UTC)
+MAX_TRACEBACK = 16 * 1024
+
+
+def caught(error):
+    """The error with a traceback, as a worker meets it."""
+    try:
+        raise error
+    except BaseException as raised:
+        return raised
+
+
+def record(error, handler="stock", attempt=1):
+    return describe(error, handler=handler, attempt=attempt, at=AT)
+
+
+def assert_storable(found):
+    """No NUL, no half surrogate, valid UTF-8, and within its bounds."""
+    check_payload(found)
+    json.dumps(found)
+    assert len(found["message"].encode()) <= MAX_MESSAGE
+    assert len(found["traceback"].encode()) <= MAX_TRACEBACK
+
+
+def test_a_record_says_who_failed_when_and_how():
+    """M13."""
+    found = record(caught(ValueError("no stock")), handler="stock", attempt=3)
+    assert found["handler"] == "stock"
+    assert found["attempt"] == 3
+    assert found["at"] == "2026-03-01T12:00:00+00:00"
+    assert found["type"] == "ValueError"
+    assert found["message"] == "no stock"
+    assert found["traceback"].startswith("Traceback (most recent call last):\n")
+    assert "in caught\n    raise error\n" in found["traceback"]
+    assert found["traceback"].endswith("ValueError: no stock\n")
+
+
+class OurError(Exception):
+    pass
+
+
+def test_the_type_is_named_with_its_module_unless_it_is_builtin():
+    assert type_name(ValueError()) == "ValueError"
+    assert type_name(OurError()) == "tests.test_failures.OurError"
+
+
+def test_causes_and_notes_are_kept():
+    try:
+        try:
+            raise KeyError("the cause")
+        except KeyError as cause:
+            raise OurError("the effect") from cause
+    except OurError as error:
+        error.add_note("a note for the reader at night")
+        found = record(error)
+    assert "KeyError: 'the cause'" in found["traceback"]
+    assert "direct cause" in found["traceback"]
+    assert "a note for the reader at night" in found["traceback"]
+
+
+def test_an_error_that_was_never_raised_has_a_record_too():
+    found = record(ValueError("made, not raised"))
+    assert found["traceback"] == "ValueError: made, not raised\n"
+
+
+# -- hostile errors
+
+
+class BrokenStr(Exception):
+    def __str__(self):
+        raise RuntimeError("not even this works")
+
+
+class BrokenRepr(Exception):
+    def __repr__(self):
+        raise RuntimeError("no")
+
+    __str__ = __repr__
+
+
+class StrReturnsNumber(Exception):
+    def __str__(self):
+        return 7
+
+
+class StrAsksToExit(Exception):
+    def __str__(self):
+        raise SystemExit(1)
+
+
+class EndlessStr(Exception):
+    def __str__(self):
+        return str(self)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("a\x00b"),
+        ValueError("a\ud800b"),
+        ValueError("\udcff" * 5000),
+        ValueError("\x00" * 100_000),
+        ValueError("x" * 50_000_000),
+        ValueError("\U0001f511" * 100_000),
+        ValueError(b"\x00\xff"),
+        BrokenStr(),
+        BrokenRepr(),
+        StrReturnsNumber(),
+        EndlessStr(),
+        StrAsksToExit(),
+        ExceptionGroup("many\x00", [ValueError("a\ud800"), BrokenStr()]),
+        SystemExit(3),
+        KeyboardInterrupt(),
+        UnicodeDecodeError("utf-8", b"\xff\x00", 0, 1, "bad\x00"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_hostile_error_is_cleaned_and_cut(error):
+    """A failure's own text must not keep it from being stored."""
+    assert_storable(record(caught(error)))
+
+
+def test_a_nul_is_shown_and_not_dropped():
+    assert record(ValueError("a\x00b"))["message"] == "a\\x00b"
+
+
+def test_half_a_surrogate_is_shown_and_not_dropped():
+    assert record(ValueError("a\ud800b"))["message"] == "a\\ud800b"
+
+
+def test_a_message_that_cannot_be_had_says_why():
+    message = record(caught(BrokenStr()))["message"]
+    assert message == "<no message: its __str__ raised RuntimeError>"
+
+
+def test_a_cut_text_ends_in_an_ellipsis_and_keeps_its_beginning():
+    message = record(ValueError("x" * 2000))["message"]
+    assert message == "x" * (MAX_MESSAGE - 3) + "…"
+
+
+def test_the_most_kept_of_a_traceback_is_a_setting(settings):
+    settings.EVENTBUS = {"MAX_ERROR_BYTES": 100}
+    assert len(record(caught(ValueError("x" * 1000)))["traceback"].encode()) <= 100
+
+
+def test_a_class_with_a_hostile_name_is_cleaned_and_cut():
+    """The type has a column of its own, of 200 characters."""
+    long = type("E" * 10_000, (Exception,), {})
+    assert len(record(caught(long()))["type"]) <= 200
+    odd = type("Odd", (Exception,), {"__module__": "mod\x00ule\ud800"})
+    assert_storable(record(caught(odd())))
+
+
+def test_a_cause_that_goes_in_circles_has_an_end():
+    first, second = caught(ValueError("first")), caught(ValueError("second"))
+    first.__cause__, second.__cause__ = second, first
+    found = record(first)
+    assert_storable(found)
+    assert "ValueError: first" in found["traceback"]
+
+
+def test_an_error_that_is_its_own_context_has_an_end():
+    error = caught(ValueError("lonely"))
+    error.__cause__ = error
+    assert_storable(record(error))
+
+
+def test_a_long_chain_of_causes_has_an_end():
+    error = caught(ValueError(0))
+    for number in range(1, 2000):
+        effect = caught(ValueError(number))
+        effect.__cause__ = error
+        error = effect
+    assert_storable(record(error))
+
+
+def with_frames(count):
+    """An error whose traceback is that deep, without running that deep."""
+    error = caught(ValueError("deep"))
+    traceback = error.__traceback__
+    for _ in range(count):
+        traceback = types.TracebackType(
+            traceback, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno
+        )
+    return error.with_traceback(traceback)
+
+
+def test_of_ten_thousand_frames_the_innermost_are_kept():
+    found = record(with_frames(10_000))
+    assert_storable(found)
+    assert 1 <= found["traceback"].count('  File "') <= 30
+    assert found["traceback"].endswith("ValueError: deep\n")
+
+
+def test_endless_recursion_is_recorded():
+    def again():
+        again()
+
+    try:
+        again()
+    except RecursionError as error:
+        found = record(error)
+    assert found["type"] == "RecursionError"
+    assert "in again" in found["traceback"]
+    assert_storable(found)
+
+
+def test_a_traceback_shows_no_values_of_variables():
+    """They may be passwords."""
+
+    def log_in(password):
+        raise OurError("refused")
+
+    try:
+        log_in("hunter" + str(2))
+    except OurError as error:
+        found = record(error)
+    assert "in log_in" in found["traceback"]
+    assert "hunter2" not in json.dumps(found)
+
+
+@given(st.text(st.characters(), max_size=200), st.integers(3, 100))
+def test_whatever_the_text_the_cleaned_one_fits_and_can_be_stored(text, limit):
+    cleaned = clean(text, limit)
+    assert len(cleaned.encode()) <= limit
+    assert "\x00" not in cleaned
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=50))
+def test_a_text_that_fits_is_left_alone(text):
+    assert clean(text, 200) == text
+
+
+# -- fingerprints
+
+
+def fail_here(number):
+    raise OurError(f"order {number} failed")
+
+
+def fail_there(number):
+    raise OurError(f"order {number} failed")
+
+
+def record_of(func, *args, handler="stock"):
+    try:
+        func(*args)
+    except Exception as error:
+        return record(error, handler=handler)
+
+
+def test_errors_of_one_line_have_one_fingerprint_whatever_their_text():
+    first, second = record_of(fail_here, 1), record_of(fail_here, 2)
+    assert first["message"] != second["message"]
+    assert fingerprint(first) == fingerprint(second)
+
+
+def test_a_text_that_looks_like_a_traceback_does_not_change_the_fingerprint():
+    """Errors of remote calls carry the remote traceback in their text."""
+
+    def forward(text):
+        raise OurError(text)
+
+    first = record_of(forward, 'remote:\n  File "/tmp/run-1/job.py", line 1, in run')
+    second = record_of(forward, 'remote:\n  File "/tmp/run-2/job.py", line 1, in run')
+    assert fingerprint(first) == fingerprint(second)
+
+
+def test_errors_of_different_lines_have_different_fingerprints():
+    assert fingerprint(record_of(fail_here, 1)) != fingerprint(record_of(fail_there, 1))
+
+
+def test_errors_of_different_handlers_have_different_fingerprints():
+    stock, mail = (record_of(fail_here, 1, handler=name) for name in ("stock", "mail"))
+    assert fingerprint(stock) != fingerprint(mail)
+
+
+def test_errors_of_different_types_have_different_fingerprints():
+    def fail_with(error):
+        raise error
+
+    first, second = record_of(fail_with, ValueError("x")), record_of(fail_with, KeyError("x"))
+    assert fingerprint(first) != fingerprint(second)
+
+
+def test_an_error_without_a_traceback_has_a_fingerprint_that_fits_its_column():
+    assert len(fingerprint(record(ValueError("x")) | {"traceback": ""})) == 16

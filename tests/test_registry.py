@@ -1,0 +1,482 @@
+"""Who handles what: patterns, order, names, and coming and going at run time."""
+
+import functools
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from django_eventbus import (
+    Event,
+    EventBusError,
+    InvalidPayloadError,
+    RetryPolicy,
+    handler,
+    subscribe,
+    unsubscribe,
+)
+from django_eventbus.exceptions import DuplicateHandlerError
+from django_eventbus.registry import covers, default_name, did_you_mean, matches, registry
+
+
+def names_for(type_name):
+    return [each.name for each in registry.handlers_for(type_name).all]
+
+
+def ignore(event):
+    """A handler."""
+
+
+def ignore_too(event):
+    """Another."""
+
+
+async def ignore_async(event):
+    """One that overlaps."""
+
+
+# -- patterns
+
+
+@pytest.mark.parametrize(
+    ("pattern", "type_name", "answer"),
+    [
+        # The table of seed 004.
+        ("user.created", "user.created", True),
+        ("user.created", "user.updated", False),
+        ("user.*", "user.created", True),
+        ("user.*", "user.updated", True),
+        ("user.*", "order.created", False),
+        ("*", "user.created", True),
+        ("*", "x", True),
+        ("order.*.shipped", "order.123.shipped", True),
+        ("order.*.shipped", "order.shipped", False),
+        # What the table leaves open: a star is one character or more, dots included.
+        ("user.*", "user.", False),
+        ("user.*", "user", False),
+        ("user.*", "user.address.changed", True),
+        ("*.created", "user.created", True),
+        ("*.created", ".created", False),
+        ("order.*.shipped", "order..shipped", False),
+        ("order.*.shipped", "order.1.2.shipped", True),
+        ("order.*.shipped", "order.1.shipped.twice", False),
+        ("a*a", "aa", False),
+        ("a*a", "aaa", True),
+        ("*a*", "xax", True),
+        ("*a*", "ax", False),
+        ("*a*b", "aab", False),
+        ("*a*b", "aaxb", True),
+        ("a**b", "axb", True),
+        ("a**b", "ab", False),
+        ("**", "x", True),
+        # Nothing else is special.
+        ("user.?", "user.x", False),
+        ("user.[ab]", "user.a", False),
+        ("user.created", "userxcreated", False),
+        ("user.+", "user.+", True),
+        (r"user.\d", "user.5", False),
+        ("User.*", "user.created", False),
+    ],
+)
+def test_a_star_stands_for_any_non_empty_run_of_characters(pattern, type_name, answer):
+    """M24."""
+    assert matches(pattern, type_name) is answer
+    assert covers(pattern, type_name) is answer
+
+
+def oracle(pattern, type_name):
+    pieces = re.split(r"\*+", pattern)
+    return re.fullmatch(".+".join(map(re.escape, pieces)), type_name, re.DOTALL) is not None
+
+
+@given(st.text("ab.*", max_size=8), st.text("ab.", max_size=10))
+@example("a*ab*b", "aabab")
+@example("*ab*", "abab")
+def test_the_matcher_agrees_with_a_regular_expression(pattern, type_name):
+    """M24."""
+    assert matches(pattern, type_name) == oracle(pattern, type_name)
+
+
+@given(st.text(min_size=1, max_size=8), st.text(max_size=10))
+def test_the_matcher_agrees_with_a_regular_expression_on_any_text(pattern, type_name):
+    """M24."""
+    assert matches(pattern, type_name) == oracle(pattern, type_name)
+
+
+class CountingText(str):
+    """A type name that counts how often it is searched."""
+
+    searches = 0
+
+    def find(self, *args):
+        self.searches += 1
+        return super().find(*args)
+
+
+@pytest.mark.parametrize("pattern", ["a*" * 30 + "b", "*a" * 30 + "*b", "*" * 30 + "b"])
+def test_thirty_stars_against_ten_thousand_characters_take_one_pass(pattern):
+    """M24: a backtracking matcher would not be back before the end of the universe."""
+    text = CountingText("a" * 10_000)
+    assert matches(pattern, text) is False
+    assert text.searches <= 31
+    assert matches(pattern, "a" * 10_000 + "b") is True
+
+
+# -- order
+
+
+def test_higher_priority_goes_first_then_registration_order():
+    """M11."""
+    for name, priority in [("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", 0)]:
+        subscribe("order.*", ignore, name=name, priority=priority)
+    assert names_for("order.placed") == ["b", "d", "a", "e", "c"]
+
+
+def test_only_those_are_called_who_asked():
+    subscribe("order.*", ignore, name="orders")
+    subscribe("user.*", ignore, name="users")
+    subscribe("*", ignore, name="all")
+    assert names_for("order.placed") == ["orders", "all"]
+    assert names_for("user.created") == ["users", "all"]
+    assert names_for("x") == ["all"]
+
+
+def test_a_handler_of_several_patterns_that_match_is_called_once():
+    subscribe(("order.*", "*.placed", "order.placed"), ignore, name="once")
+    assert names_for("order.placed") == ["once"]
+
+
+def test_handlers_that_want_no_transaction_are_kept_apart_in_the_same_order():
+    for name, atomic in [("a", True), ("b", False), ("c", True), ("d", False)]:
+        subscribe("x", ignore, name=name, atomic=atomic)
+    found = registry.handlers_for("x")
+    assert [each.name for each in found.atomic] == ["a", "c"]
+    assert [each.name for each in found.outside] == ["b", "d"]
+    assert found.names == {"a", "b", "c", "d"}
+
+
+# -- coming and going
+
+
+def test_a_subscription_has_an_id_and_both_can_be_unsubscribed():
+    """M21, M23."""
+    first = subscribe("x", ignore, name="first")
+    second = subscribe("x", ignore, name="second")
+    assert isinstance(first.id, str)
+    assert first.id != second.id
+    assert names_for("x") == ["first", "second"]
+    unsubscribe(first)
+    assert names_for("x") == ["second"]
+    unsubscribe(second.id)
+    assert names_for("x") == []
+
+
+def test_who_subscribes_later_is_found_although_the_type_was_looked_up_before():
+    """M21."""
+    assert names_for("x") == []
+    subscribe("x", ignore, name="late")
+    assert names_for("x") == ["late"]
+
+
+def test_unsubscribing_what_is_unknown_or_gone_is_ignored():
+    """M21."""
+    subscription = subscribe("x", ignore, name="first")
+    subscribe("x", ignore_too, name="second")
+    unsubscribe("no such id")
+    unsubscribe(subscription)
+    unsubscribe(subscription)
+    assert names_for("x") == ["second"]
+
+
+def test_a_name_is_free_again_after_unsubscribing():
+    """M21."""
+    unsubscribe(subscribe("x", ignore, name="stock"))
+    subscribe("x", ignore_too, name="stock")
+    assert registry.get("stock").func is ignore_too
+
+
+def test_the_decorator_gives_back_the_function_and_registers_it():
+    @handler("order.*", "user.created", name="both", priority=3)
+    def both(event):
+        return "called"
+
+    assert both("event") == "called"
+    found = registry.get("both")
+    assert found.func is both
+    assert found.subjects == ("order.*", "user.created")
+    assert found.priority == 3
+    assert names_for("user.created") == ["both"]
+
+
+class InterruptedPattern(str):
+    """A pattern during whose matching another thread subscribes."""
+
+    thread = None
+
+    def split(self, *args):
+        if self.thread is None:
+            late = functools.partial(subscribe, "x", ignore, name="late")
+            self.thread = threading.Thread(target=late)
+            self.thread.start()
+            self.thread.join(1)  # returns early, unless the lookup makes newcomers wait
+        return super().split(*args)
+
+
+def test_who_subscribes_during_a_lookup_neither_breaks_it_nor_is_forgotten():
+    """M21."""
+    pattern = InterruptedPattern("x")
+    subscribe(pattern, ignore, name="early")
+    assert names_for("x")[:1] == ["early"]
+    pattern.thread.join(10)
+    assert names_for("x") == ["early", "late"]
+
+
+def test_threads_may_subscribe_while_others_look_handlers_up():
+    """M21: a worker's threads deliver while the program subscribes."""
+    barrier = threading.Barrier(8)
+
+    def subscribe_and_look(number):
+        barrier.wait(10)
+        for index in range(50):
+            subscribe("x", ignore, name=f"{number}-{index}")
+            assert f"{number}-{index}" in names_for("x")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(subscribe_and_look, range(8)))
+    found = registry.handlers_for("x").all
+    assert len(found) == 400
+    assert len({each.position for each in found}) == 400
+
+
+def test_the_memory_of_types_has_an_end():
+    """M22: types may carry ids, and a worker runs for months."""
+    subscribe("order.*", ignore, name="orders")
+    for number in range(10_050):
+        assert names_for(f"order.{number}") == ["orders"]
+    assert len(registry._by_type) <= 10_000
+
+
+# -- typed events
+
+
+class Shipment(Event):
+    """Abstract base."""
+
+    number: int
+
+
+class ShipmentSent(Shipment, type="test-registry.shipment.sent"):
+    pass
+
+
+class ExpressSent(ShipmentSent, type="test-registry.express"):
+    pass
+
+
+class Unrelated(Event, type="test-registry.shipment.unrelated"):
+    pass
+
+
+def test_subscribing_to_a_base_class_gets_its_subclasses():
+    """M19."""
+    subscribe(Shipment, ignore, name="base")
+    subscribe(ShipmentSent, ignore, name="sent")
+    subscribe(ExpressSent, ignore, name="express")
+    assert names_for("test-registry.shipment.sent") == ["base", "sent"]
+    assert names_for("test-registry.express") == ["base", "sent", "express"]
+    assert names_for("test-registry.shipment.unrelated") == []
+    assert names_for("nobody.declared.this") == []
+
+
+def test_subscribing_to_event_itself_gets_all_typed_events():
+    """M19."""
+    subscribe(Event, ignore, name="all")
+    assert names_for("test-registry.express") == ["all"]
+    assert names_for("test-registry.shipment.unrelated") == ["all"]
+
+
+def test_classes_and_patterns_may_be_mixed():
+    subscribe((Unrelated, "user.*"), ignore, name="mixed")
+    assert names_for("test-registry.shipment.unrelated") == ["mixed"]
+    assert names_for("user.created") == ["mixed"]
+    assert names_for("order.created") == []
+
+
+# -- names
+
+
+def test_the_default_name_is_module_and_function():
+    def local(event):
+        """Nested."""
+
+    assert subscribe("x", ignore).name == "tests.test_registry.ignore"
+    assert default_name(local).endswith(".<locals>.local")
+
+
+@pytest.mark.parametrize("module", ["shop.handlers", "shop.events", "shop"])
+def test_the_default_name_does_not_say_in_which_file_of_the_app(module):
+    def reserve_stock(event):
+        """As if declared in that module."""
+
+    reserve_stock.__module__ = module
+    reserve_stock.__qualname__ = "reserve_stock"
+    assert default_name(reserve_stock) == "shop.reserve_stock"
+
+
+def test_two_functions_cannot_claim_one_name():
+    subscribe("x", ignore, name="stock")
+    with pytest.raises(DuplicateHandlerError, match=r"ignore_too and .*ignore both claim .*name="):
+        subscribe("x", ignore_too, name="stock")
+    assert registry.get("stock").func is ignore
+
+
+def test_one_function_cannot_be_registered_twice_under_one_name():
+    subscribe("x", ignore)
+    with pytest.raises(DuplicateHandlerError, match=r"registered twice; .*patterns in one"):
+        subscribe("y", ignore)
+    assert names_for("x") == ["tests.test_registry.ignore"]
+    assert names_for("y") == []
+
+
+def test_one_function_may_be_registered_twice_under_names_of_their_own():
+    subscribe("x", ignore, name="for x")
+    subscribe("y", ignore, name="for y")
+    assert names_for("x") == ["for x"]
+    assert names_for("y") == ["for y"]
+
+
+def test_a_module_that_is_imported_again_registers_its_handlers_once():
+    subscribe("x", ignore)
+    subscribe("x", ignore)
+    assert names_for("x") == ["tests.test_registry.ignore"]
+
+
+def make_handler(number):
+    def handle(event):
+        return number
+
+    return handle
+
+
+def test_functions_made_by_one_factory_need_names_of_their_own():
+    """Else the second would silently take the place of the first."""
+    subscribe("x", make_handler(1))
+    with pytest.raises(DuplicateHandlerError, match="name="):
+        subscribe("x", make_handler(2))
+    assert [each.func(None) for each in registry.handlers_for("x").all] == [1]
+
+
+def test_two_lambdas_need_names_of_their_own():
+    subscribe("x", lambda event: 1)
+    with pytest.raises(DuplicateHandlerError, match="name="):
+        subscribe("x", lambda event: 2)
+
+
+def test_a_callable_without_a_name_must_be_given_one():
+    part = functools.partial(ignore)
+    with pytest.raises(EventBusError, match="name="):
+        subscribe("x", part)
+    assert subscribe("x", part, name="part").func is part
+
+
+@pytest.mark.parametrize("name", ["", " a", "a\nb", "x" * 201, 7])
+def test_a_name_that_cannot_be_stored_is_refused(name):
+    with pytest.raises(InvalidPayloadError, match="the handler name"):
+        subscribe("x", ignore, name=name)
+
+
+# -- refusals, at the time of declaration
+
+
+@pytest.mark.parametrize("pattern", ["", " x", "a\nb", "x" * 201])
+def test_a_pattern_that_can_match_nothing_is_refused(pattern):
+    with pytest.raises(InvalidPayloadError, match="the pattern"):
+        subscribe(pattern, ignore)
+
+
+@pytest.mark.parametrize("subject", [7, None, ["order.*"], int, ignore])
+def test_what_is_neither_a_pattern_nor_an_event_class_is_refused(subject):
+    with pytest.raises(EventBusError):
+        subscribe(subject, ignore)
+    assert registry.all() == []
+
+
+def test_the_bare_decorator_is_refused_because_it_would_register_nothing():
+    with pytest.raises(EventBusError):
+
+        @handler
+        def forgot_the_pattern(event):
+            """Never called."""
+
+
+def test_a_handler_of_nothing_is_refused():
+    with pytest.raises(EventBusError, match="must name what it handles"):
+        handler()(ignore)
+
+
+def test_an_async_handler_cannot_be_atomic():
+    with pytest.raises(EventBusError, match="ignore_async is async and cannot be atomic"):
+        subscribe("x", ignore_async, atomic=True)
+
+
+def test_an_async_handler_runs_outside_of_transactions_by_default():
+    subscription = subscribe("x", ignore_async)
+    assert subscription.is_async is True
+    assert subscription.atomic is False
+
+
+def test_a_plain_handler_is_atomic_by_default():
+    assert subscribe("x", ignore).atomic is True
+    assert subscribe("y", ignore_too, atomic=False).atomic is False
+
+
+def test_an_unknown_executor_is_refused_with_a_hint():
+    with pytest.raises(EventBusError, match="unknown executor 'wroker'; did you mean 'worker'"):
+        subscribe("x", ignore, executor="wroker")
+
+
+@pytest.mark.parametrize("timeout", [0, -1])
+def test_a_timeout_that_is_not_positive_is_refused(timeout):
+    with pytest.raises(EventBusError, match=r"timeout of ignore must be positive"):
+        subscribe("x", ignore, timeout=timeout)
+
+
+@pytest.mark.parametrize("retry", [{"max_retry": 5}, {"jitter": 7}, 5])
+def test_a_retry_policy_that_would_fail_at_the_first_failure_is_refused(retry):
+    """Declared wrong is found at start-up, not in a worker at night."""
+    with pytest.raises((EventBusError, TypeError, ValueError)):
+        subscribe("x", ignore, retry=retry)
+
+
+# -- what a handler is told by its settings
+
+
+def test_a_handler_without_a_timeout_of_its_own_has_the_projects(settings):
+    """M17."""
+    plain = subscribe("x", ignore)
+    quick = subscribe("y", ignore_too, timeout=0.5)
+    settings.EVENTBUS = {"HANDLER_TIMEOUT": 7.0}
+    assert plain.deadline == 7.0
+    assert quick.deadline == 0.5
+
+
+def test_a_handlers_own_policy_stands_as_it_is(settings):
+    settings.EVENTBUS = {"RETRY": {"max_retries": 9}}
+    policy = RetryPolicy(max_retries=1)
+    assert subscribe("x", ignore, retry=policy).retry_policy is policy
+
+
+def test_a_handlers_dict_overrides_the_projects_policy(settings):
+    """M18."""
+    subscription = subscribe("x", ignore, retry={"base_delay": 5.0})
+    settings.EVENTBUS = {"RETRY": {"max_retries": 9, "base_delay": 2.0}}
+    assert subscription.retry_policy == RetryPolicy(max_retries=9, base_delay=5.0)
+
+
+def test_hints_name_the_likely_word_else_all_there_are():
+    assert did_you_mean("defualt", ["default", "mail"]) == "; did you mean 'default'?"
+    assert did_you_mean("zzz", ["mail", "default"]) == "; choose from 'default', 'mail'"
+    assert did_you_mean("zzz", []) == ""
