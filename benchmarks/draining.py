@@ -28,28 +28,31 @@ FEW_PENDING = 10_000
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
-    """Group commit and a transaction per event take turns; only their ratio is a result."""
-    figures = []
-    for kind, count in (("noop", options.events), ("insert", options.events // 4)):
-        rates: dict[bool, list[float]] = {False: [], True: []}
-        for _ in range(options.repeat):
-            for alone in rates:
-                # A transaction each is far slower: as many events would take too long.
-                some = max(count // 10, 500) if alone else count
-                rates[alone].append(drained(lambda n=some, k=kind: fill(n, f"bench.{k}"), alone))
-        together, alone_rate = (statistics.median(each) for each in rates.values())
-        what = {"noop": "no-op handler", "insert": "handler with one INSERT"}[kind]
-        figures += [
-            per_second(f"drain, {what}", together),
-            per_second(f"drain, {what}, a transaction per event", alone_rate),
-            ratio(f"group commit, {what}", together / alone_rate),
-        ]
-    return figures
+    return [
+        *compare("no-op handler", "bench.noop", options.events, options.repeat),
+        *compare("handler with one INSERT", "bench.insert", options.events // 4, options.repeat),
+    ]
+
+
+def compare(what: str, type_name: str, count: int, repeat: int) -> list[Figure]:
+    """Group commit and a transaction per event in turns, so that their ratio means something."""
+    fewer = max(count // 10, 500)  # as many, one by one, would take too long
+    together, alone = [], []
+    for _ in range(repeat):
+        together.append(drained(lambda: fill(count, type_name)))
+        alone.append(drained(lambda: fill(fewer, type_name), alone=True))
+    rate, rate_alone = statistics.median(together), statistics.median(alone)
+    return [
+        per_second(f"drain, {what}", rate),
+        per_second(f"drain, {what}, a transaction per event", rate_alone),
+        ratio(f"group commit, {what}", rate / rate_alone),
+    ]
 
 
 def measure_keys(options: argparse.Namespace) -> list[Figure]:
-    many = [drained(lambda: fill_keys(options.events, KEYS)) for _ in range(options.repeat)]
-    one = [drained(lambda: fill_keys(options.events, 1)) for _ in range(options.repeat)]
+    count = options.events // 4
+    many = [drained(lambda: fill_keys(count, KEYS)) for _ in range(options.repeat)]
+    one = [drained(lambda: fill_keys(count, 1)) for _ in range(options.repeat)]
     return [
         per_second(f"drain, {KEYS:,} keys", statistics.median(many)),
         per_second("drain, one hot key", statistics.median(one)),
@@ -69,7 +72,7 @@ def measure_pending(options: argparse.Namespace) -> list[Figure]:
 
 
 def drained(
-    fill_queue: Callable[[], None], alone: bool = False, more: tuple[str, ...] = ()
+    fill_queue: Callable[[], None], *, alone: bool = False, more: tuple[str, ...] = ()
 ) -> float:
     """Events per second of ``run_event_worker --drain`` on a freshly filled queue."""
     call_command("flush", interactive=False, verbosity=0)

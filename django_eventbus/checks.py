@@ -310,7 +310,7 @@ RULES: dict[str, tuple[str, Objection]] = {
     "BATCH_SIZE": ("E107", a_whole_number(1, MOST_PER_CLAIM)),
     "POLL_INTERVAL": ("E108", seconds(above=0)),
     # Registrations are renewed four times in that time, by a supervisor that looks every 0.2 s.
-    "ABANDON_AFTER": ("E109", seconds(least=1)),
+    "ABANDON_AFTER": ("E109", seconds(least=0.5)),
     "HANDLER_TIMEOUT": ("E110", seconds(above=0)),
     "RETRY": ("E111", retry_options),
     "ATOMIC": ("E112", one_of("handler", "event")),

@@ -86,12 +86,11 @@ def finalize(
 def _claim_one(store: Any, queue: str) -> ClaimedEvent | None:
     """The lease of one event is a registration of its own: it ends with the event."""
     lease = EventWorker(id=uuid7(), host=socket.gethostname()[:64], pid=os.getpid(), queues=[queue])
-    with store.atomic():
-        store.register(lease)
-        claimed: list[ClaimedEvent] = store.claim(queue, limit=1, worker_id=lease.pk)
-        if not claimed:
-            store.unregister(lease.pk)
-            return None
+    store.register(lease)
+    claimed: list[ClaimedEvent] = store.claim(queue, limit=1, worker_id=lease.pk)
+    if not claimed:
+        store.unregister(lease.pk)
+        return None
     return claimed[0]
 
 

@@ -12,6 +12,7 @@ import multiprocessing
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +21,7 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from django.db import InterfaceError, OperationalError
+from django.db import InterfaceError, OperationalError, connections
 
 from django_eventbus import child as child_module
 from django_eventbus.conf import settings
@@ -66,10 +67,12 @@ class Supervisor:
         *,
         processes: int = 1,
         report: Callable[[Supervisor], None] = lambda supervisor: None,
+        say: Callable[[str], Any] = lambda text: None,
     ) -> None:
         self.options = options
         self.processes = processes
         self.report = report
+        self.say = say
         self.store = store_for(options.using)
         self.children: list[Child] = []
         self.exit_code = 0
@@ -77,7 +80,8 @@ class Supervisor:
         self._signals = 0
         self._stop_told = False
         self._stop_by = 0.0
-        self._renewed = time.monotonic()
+        self._taken_for_dead: set[uuid.UUID] = set()
+        self._finished = threading.Event()
         self._restarts = 0
         self._starts_owed: list[float] = []
 
@@ -89,16 +93,19 @@ class Supervisor:
     def run(self) -> int:
         """0 if all ended by themselves or as asked, 1 if any had to be forced."""
         self._install_signals()
+        side = threading.Thread(target=self._keep_registered, name="eventbus-renewal", daemon=True)
+        side.start()
         for _ in range(self.processes):
             self._start()
         while self.children or self._starts_owed:
             wait_for_any([each.process.sentinel for each in self.children], timeout=TICK)
             self._obey()
             self._enforce_deadlines()
+            self._end_the_evicted()
             self._reap()
             self._restart_due()
-            self._renew()
-            self.report(self)
+        self._finished.set()
+        side.join(TICK * 2)
         return self.exit_code
 
     def _install_signals(self) -> None:
@@ -146,6 +153,7 @@ class Supervisor:
             self._stop_by = time.monotonic() + settings.SHUTDOWN_TIMEOUT
             for each in self.children:
                 each.process.terminate()
+            self.say("Stopping: handlers that run may finish. Once more to force.")
         elif self._signals > 1 or time.monotonic() > self._stop_by:
             for each in self.children:
                 self._kill(each, "interrupted by a forced shutdown")
@@ -199,7 +207,9 @@ class Supervisor:
             recovered,
         )
         if self.stopping:
-            self.exit_code = 1
+            # One that had not yet come up dies of the signal that asks the others to finish.
+            if child.verdict or running or code != -signal.SIGTERM:
+                self.exit_code = 1
         else:
             self._owe_start(healthy=time.monotonic() - child.started > HEALTHY_AFTER)
 
@@ -216,21 +226,31 @@ class Supervisor:
             self._starts_owed.remove(moment)
             self._start()
 
-    def _renew(self) -> None:
-        if time.monotonic() - self._renewed < settings.ABANDON_AFTER / 4 or not self.children:
-            return
+    def _end_the_evicted(self) -> None:
+        for each in self.children:
+            if each.registration.pk in self._taken_for_dead and not each.verdict:
+                logger.error("worker process %s was taken for dead", each.process.pid)
+                self._kill(each, "the worker was taken for dead by another")
+
+    def _keep_registered(self) -> None:
+        """In a thread of its own: a database that hangs must not keep us from our children."""
+        renewed = time.monotonic()
         try:
-            known = self.store.renew([each.registration.pk for each in self.children])
+            while not self._finished.wait(TICK):
+                if time.monotonic() - renewed >= settings.ABANDON_AFTER / 4:
+                    renewed = time.monotonic()
+                    self._renew()
+                self.report(self)
+        finally:
+            connections.close_all()
+
+    def _renew(self) -> None:
+        ours = {each.registration.pk for each in self.children}
+        try:
+            self._taken_for_dead |= ours - self.store.renew(ours)
         except (OperationalError, InterfaceError) as error:
             logger.warning("registrations could not be renewed: %s", error)
             self.store.connection.close()
-            self._renewed += 1.0  # again in a second
-            return
-        self._renewed = time.monotonic()
-        for each in self.children:
-            if each.registration.pk not in known:
-                logger.error("worker process %s was taken for dead", each.process.pid)
-                self._kill(each, "the worker was taken for dead by another")
 
     def _riding_out(self, action: Callable[[], T]) -> T | object:
         """Our own writes wait for a lost database, saying so, but not longer than a shutdown."""

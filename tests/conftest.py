@@ -7,6 +7,7 @@ from django_eventbus import publishing
 from django_eventbus.registry import registry
 from django_eventbus.store import store_for
 from django_eventbus.worker import WorkerOptions, new_registration
+from tests.workers import start_worker  # noqa: F401 - a fixture
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,12 @@
 """Settings of the test project. EVENTBUS_TEST_DB chooses its database, see databases.py."""
 
+import json
+import os
+
 from tests.databases import chosen_database
 
 SECRET_KEY = "only for tests"
-DEBUG = False
+DEBUG = bool(os.environ.get("EVENTBUS_TEST_DEBUG"))
 USE_TZ = True
 ROOT_URLCONF = "tests.urls"
 STATIC_URL = "static/"
@@ -45,3 +48,6 @@ TEMPLATES = [
 
 # Tests log users in; a slow password hash would only cost time.
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+# Worker processes that tests start are told their settings this way.
+EVENTBUS = json.loads(os.environ.get("EVENTBUS_TEST_SETTINGS", "{}"))

@@ -12,7 +12,7 @@ from enum import Enum, IntEnum
 import pytest
 from django.test import override_settings
 from django.utils.functional import lazystr
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 
@@ -37,6 +37,9 @@ from django_eventbus.events import (
     to_payload,
     uuid7,
 )
+
+# A busy machine is no failure.
+unhurried = given_settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # -- typed events
 
@@ -218,6 +221,7 @@ class Moment(Event, type="test-events.moment"):
     hour: day_time
 
 
+@unhurried
 @given(at=st.datetimes(timezones=st.just(UTC)), hour=st.times())
 def test_a_moment_survives_to_the_microsecond(at, hour):
     moment = Moment(at=at, hour=hour)
@@ -231,6 +235,7 @@ class Measured(Event, type="test-events.measured"):
     day: date
 
 
+@unhurried
 @given(
     value=st.decimals(allow_nan=False),
     token=st.uuids(),
@@ -496,6 +501,7 @@ JSON = st.recursive(
 )
 
 
+@unhurried
 @given(JSON)
 def test_whatever_json_can_hold_may_be_published_and_comes_back(value):
     """M25, the other side: nothing is refused without need."""
@@ -503,6 +509,7 @@ def test_whatever_json_can_hold_may_be_published_and_comes_back(value):
     assert json.loads(encode(value)) == value
 
 
+@unhurried
 @given(JSON, st.integers(0, 60))
 def test_a_payload_is_refused_exactly_when_it_is_larger_than_allowed(value, limit):
     """The quick estimate never lets through what the exact count would refuse, nor the reverse."""
@@ -678,7 +685,7 @@ HOSTILE = st.recursive(
 )
 
 
-@given_settings(max_examples=300)
+@unhurried
 @given(HOSTILE)
 def test_a_value_is_either_refused_by_name_or_can_be_encoded(value):
     """M25: nothing gets past the check that would fail later, inside the caller's transaction."""

@@ -3,11 +3,15 @@
 from datetime import timedelta
 
 import pytest
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as given_settings
 from hypothesis import strategies as st
 
 from django_eventbus import Discard, Retry, RetryPolicy
 from django_eventbus.retries import GiveUp, GiveUpAtOnce, RetryIn, decide
+
+# A busy machine is no failure.
+unhurried = given_settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 ERROR = ValueError("no")
 POLICIES = st.builds(
@@ -49,6 +53,7 @@ def test_the_defaults_are_those_of_the_design():
     )
 
 
+@unhurried
 @given(POLICIES, st.integers(2, 10_000))
 @example(RetryPolicy(multiplier=2.0), 10_000)
 @example(RetryPolicy(multiplier=2), 10_000)
@@ -59,6 +64,7 @@ def test_waits_grow_and_never_exceed_the_longest(policy, attempt):
     assert wait <= policy.wait_before(attempt + 1)
 
 
+@unhurried
 @given(POLICIES, st.integers(1, 60), st.floats(0, 1))
 def test_jitter_moves_a_wait_by_its_share_and_no_more(policy, failures, chance):
     """M18."""
@@ -107,6 +113,7 @@ def test_without_retries_the_first_failure_is_the_last():
     assert type(decide(RetryPolicy(max_retries=0), failures=1, error=ERROR)) is GiveUp
 
 
+@unhurried
 @given(POLICIES, st.integers(1, 60))
 def test_a_failure_is_followed_by_a_retry_exactly_while_retries_are_left(policy, failures):
     """M18."""

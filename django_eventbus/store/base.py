@@ -7,14 +7,17 @@ claim changes nothing. The database's clock decides; tests inject another.
 from __future__ import annotations
 
 import itertools
+import random
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, ClassVar, NamedTuple
+from functools import wraps
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.db.models import (
     Case,
     DateTimeField,
@@ -48,6 +51,8 @@ Clock = Callable[[], datetime]
 INSERT_CHUNK = 1000
 PROMOTE_CHUNK = 1000
 WORKERS_PER_RECOVERY = 10
+CONFLICT_RETRIES = 10
+CONFLICT_WAIT = 0.05
 
 
 class NewEvent(NamedTuple):
@@ -140,11 +145,34 @@ _UNCLAIMED: dict[str, Any] = {
 }
 
 
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def retried(verb: Verb) -> Verb:
+    """Again after a deadlock or a failed serialization: the loser's transaction is rolled back."""
+
+    @wraps(verb)
+    def again(self: Store, *args: Any, **kwargs: Any) -> Any:
+        for _ in range(CONFLICT_RETRIES):
+            try:
+                return verb(self, *args, **kwargs)
+            except OperationalError as error:
+                if self.connection.in_atomic_block or not self.is_conflict(error):
+                    raise
+                time.sleep(random.uniform(0, CONFLICT_WAIT))
+        return verb(self, *args, **kwargs)
+
+    return cast(Verb, again)
+
+
 class Store:
     """All that happens to rows. Verbs open their own transaction unless they say otherwise."""
 
     #: Whether ``listen`` tells of news; without it a worker looks more often.
     hears: ClassVar[bool] = False
+
+    #: Codes of errors that mean "somebody else was first, try again".
+    conflicts: ClassVar[frozenset[Any]] = frozenset()
 
     def __init__(self, using: str, *, clock: Clock | None = None) -> None:
         self.using = using
@@ -184,12 +212,21 @@ class Store:
     def atomic(self) -> Any:
         return transaction.atomic(using=self.using)
 
+    def is_conflict(self, error: OperationalError) -> bool:
+        code = getattr(error.__cause__, "sqlstate", None) or (error.args and error.args[0])
+        return code in self.conflicts
+
     def locked(self, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Lock rows that nobody else holds, where the database can pass over the others."""
         features = self.connection.features
         if not features.has_select_for_update:
             return rows
         return rows.select_for_update(skip_locked=features.has_select_for_update_skip_locked)
+
+    def _waiting_lock(self, rows: QuerySet[Any]) -> QuerySet[Any]:
+        """Lock rows, in their order, waiting for those who hold them."""
+        has_locks = self.connection.features.has_select_for_update
+        return rows.select_for_update() if has_locks else rows
 
     # -- publishing: part of the caller's transaction
 
@@ -222,6 +259,7 @@ class Store:
 
     # -- claiming
 
+    @retried
     def claim(self, queue: str, *, limit: int, worker_id: uuid.UUID) -> list[ClaimedEvent]:
         """Take up to ``limit`` events of the queue, in order, for this worker alone."""
         claim = self._new_claim(queue, worker_id)
@@ -239,9 +277,7 @@ class Store:
     def _hold_registration(self, worker_id: uuid.UUID) -> None:
         """A recovery that takes this worker for dead waits for the claim, or the claim for it."""
         alive = self.workers.filter(pk=worker_id, expires_at__gt=self.now)
-        if self.connection.features.has_select_for_update:
-            alive = alive.select_for_update()
-        if not alive.values_list("pk"):
+        if not self._waiting_lock(alive).values_list("pk"):
             raise WorkerEvictedError(f"worker {worker_id} is not registered any more")
 
     def _claim_ready(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
@@ -284,8 +320,7 @@ class Store:
         ids: list[int] = []
         empty: list[int] = []
         for lane_id in lanes:
-            waiting = self.queued.filter(lane_id=lane_id).order_by("id").values_list("id", "status")
-            run = list(waiting[: min(run_length, limit - len(ids))])
+            run = list(self._waiting_in(lane_id)[: min(run_length, limit - len(ids))])
             if not run:
                 empty.append(lane_id)
             in_order = itertools.takewhile(lambda row: row[1] == QueuedStatus.PENDING, run)
@@ -296,6 +331,11 @@ class Store:
         owned = self._lanes_of(self.queued.filter(id__in=ids))
         self.lanes.filter(id__in=owned).update(claim_token=claim.token, claimed_by=claim.worker_id)
         return self._mark_claimed(claim, ids)
+
+    def _waiting_in(self, lane_id: int) -> QuerySet[Any]:
+        # Given as an equality, a planner may walk the primary key, which has the order too.
+        lane = self.queued.filter(lane_id__gte=lane_id, lane_id__lte=lane_id)
+        return lane.order_by("lane_id", "id").values_list("id", "status")
 
     @staticmethod
     def _lanes_of(rows: QuerySet[QueuedEvent]) -> set[int]:
@@ -311,13 +351,14 @@ class Store:
         )
 
     def _route(self, queue: str, limit: int) -> None:
-        """Give new keyed events their lane.
+        """Give new keyed events their lane, oldest first.
 
-        Moving ``version`` locks the lane's row: a release that wants to delete the lane waits,
-        and then sees these events.
+        Routers wait for each other: one that passed over the rows another holds would put later
+        events of a key into its lane before earlier ones. Holding the lanes' rows makes a release
+        that wants to delete one wait, and then see these events.
         """
         unrouted = self._unrouted(queue).order_by("id")
-        found = list(self.locked(unrouted).values_list("id", "key")[:limit])
+        found = list(self._waiting_lock(unrouted).values_list("id", "key")[:limit])
         if not found:
             return
         keys = sorted({key for _, key in found})
@@ -329,17 +370,19 @@ class Store:
             ignore_conflicts=True,
         )
         lanes = self.lanes.filter(queue=queue, key__in=keys)
+        held = list(self._waiting_lock(lanes.order_by("id")).values_list("id", "key"))
         lanes.update(version=F("version") + 1)
-        for lane_id, key in lanes.values_list("id", "key"):
+        for lane_id, key in held:
             members = [row_id for row_id, its_key in found if its_key == key]
             self.queued.filter(id__in=members).update(lane_id=lane_id)
 
+    @retried
     def release_lanes(self, token: uuid.UUID, waits: dict[int, float]) -> None:
         """Give back lanes owned under this token: gone if empty, else ready after their wait."""
         with self.atomic():
-            mine = self.lanes.filter(id__in=waits, claim_token=token)
-            if self.connection.features.has_select_for_update:
-                mine = mine.select_for_update()
+            mine = self._waiting_lock(
+                self.lanes.filter(id__in=waits, claim_token=token).order_by("id")
+            )
             owned = set(mine.values_list("id", flat=True))
             waiting = self._lanes_of(self.queued.filter(lane_id__in=owned))
             self.lanes.filter(id__in=owned - waiting).delete()
@@ -417,11 +460,13 @@ class Store:
         held = self.queued.filter(id__in=list(ids), claim_token=token)
         return set(held.values_list("id", flat=True))
 
+    @retried
     def release(self, token: uuid.UUID, ids: Collection[int]) -> int:
         """Give back events that were never started, uncharged."""
         held = self.queued.filter(id__in=list(ids), claim_token=token)
         return held.update(**_UNCLAIMED, attempts=F("attempts") - 1)
 
+    @retried
     def promote(self) -> int:
         """Make delayed events ready whose time has come."""
         due = self.queued.filter(available_at__lte=self.now).order_by("available_at")
@@ -483,6 +528,7 @@ class Store:
         """Write down which events a worker runs that may kill it: only they are to blame then."""
         self.workers.filter(pk=worker_id).update(suspects=list(row_ids))
 
+    @retried
     def recover(self) -> int:
         """Give the events of dead workers to the living. Every worker does it on every poll."""
         expired = self.workers.filter(expires_at__lt=self.now)
@@ -510,6 +556,7 @@ class Store:
                 orphaned, blamed=None, error=_lost("the registration of its worker is gone")
             )
 
+    @retried
     def recover_worker(
         self,
         worker_id: uuid.UUID,
@@ -557,6 +604,7 @@ class Store:
 
     # -- the log
 
+    @retried
     def revive(self, ids: Collection[int], *, delay: float | None = None) -> int:
         """Move dead letters back into the queue as if new; handlers that were done stay done."""
         with self.atomic():
@@ -588,6 +636,7 @@ class Store:
             moved.delete()
         return revived
 
+    @retried
     def purge(self, rows: QuerySet[EventLog], *, limit: int = 1000) -> int:
         """Delete up to ``limit`` rows of a query on the log, oldest first."""
         with self.atomic():

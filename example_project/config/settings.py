@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import django
+
 BASE_DIR = Path(__file__).resolve().parent.parent
 
 SECRET_KEY = "an example has no secrets"
@@ -13,7 +15,12 @@ STATIC_URL = "static/"
 USE_TZ = True
 TIME_ZONE = "UTC"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-EMAIL_BACKEND = "django.core.mail.backends.console.EmailBackend"
+
+CONSOLE = "django.core.mail.backends.console.EmailBackend"
+if django.VERSION >= (6, 1):
+    MAILERS = {"default": {"BACKEND": CONSOLE}}
+else:
+    EMAIL_BACKEND = CONSOLE
 
 INSTALLED_APPS = [
     "django.contrib.admin",

@@ -59,7 +59,7 @@ class Child:
         """SIGKILL for the child and everything it started: no goodbye, no clean-up."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.process.communicate()  # waits, and closes the pipe
 
     def stop(self) -> None:
         """Ask it to finish what it does; insist if that takes too long, or Ctrl-C is pressed."""

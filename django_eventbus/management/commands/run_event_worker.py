@@ -92,8 +92,12 @@ class Command(BaseCommand):
                 raise CommandError(f"{each!r} is not in EVENTBUS['QUEUES']{hint}")
         return queues
 
+    def _say(self, text: str) -> None:
+        self.stdout.write(text)
+        self.stdout.flush()
+
     def _say_hello(self, options: WorkerOptions) -> None:
-        self.stdout.write(
+        self._say(
             f"Serving {', '.join(options.queues)} on {options.using!r} "
             f"with {len(registry.all())} handlers. Stop with Ctrl-C."
         )
@@ -109,7 +113,7 @@ class Command(BaseCommand):
 
     def _supervise(self, options: WorkerOptions, processes: int) -> None:
         report = StatusLine(self.stdout) if self.stdout.isatty() else StatusLog(self.stdout)
-        supervisor = Supervisor(options, processes=processes, report=report)
+        supervisor = Supervisor(options, processes=processes, report=report, say=self._say)
         code = supervisor.run()
         report.end()
         handled, failed, dead = supervisor.counted()
@@ -118,7 +122,7 @@ class Command(BaseCommand):
             sys.exit(code)
 
     def _say_goodbye(self, tally: Tally) -> None:
-        self.stdout.write(
+        self._say(
             f"{tally.handled:,} events handled, {tally.failed:,} failed attempts, "
             f"{tally.dead:,} dead letters."
         )

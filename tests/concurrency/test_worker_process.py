@@ -1,0 +1,265 @@
+"""Processes that stop, are stopped, and die."""
+
+import os
+import signal
+
+import pytest
+from django.db import connection
+
+from django_eventbus import dead_letters
+from django_eventbus.models import EventLog, EventWorker, QueuedEvent
+from django_eventbus.publishing import publish, publish_many
+from tests.shop.models import Effect
+from tests.workers import eventually
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def files(tmp_path):
+    return {"started": str(tmp_path / "started"), "go_on": str(tmp_path / "go_on")}
+
+
+def has_started(files):
+    return lambda: os.path.exists(files["started"])
+
+
+def touch(path):
+    with open(path, "w"):
+        pass
+
+
+def test_an_idle_worker_stops_when_asked(start_worker):
+    worker = start_worker()
+    worker.wait_until_registered()
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0, worker.log
+    assert not EventWorker.objects.exists()
+
+
+def test_the_first_signal_lets_a_handler_finish_and_returns_the_rest(start_worker, files):
+    """M27: in-flight events finish, unstarted ones return uncharged."""
+    publish("process.signal", files)
+    publish_many(("process.effect", n) for n in range(5))
+    worker = start_worker()
+    eventually(has_started(files), lambda: worker.log)
+    worker.signal(signal.SIGTERM)
+    eventually(lambda: "Stopping" in worker.log)
+    touch(files["go_on"])
+    assert worker.wait() == 0, worker.log
+    assert list(Effect.objects.values_list("note", flat=True)) == ["started"]
+    assert EventLog.objects.count() == 1
+    assert set(QueuedEvent.objects.values_list("status", "attempts", "errors")) == {
+        ("PENDING", 0, None)
+    }
+
+
+def test_the_second_signal_forces(start_worker, files):
+    publish("process.signal", files)
+    publish_many(("process.effect", n) for n in range(5))
+    worker = start_worker()
+    eventually(has_started(files), lambda: worker.log)
+    worker.signal(signal.SIGTERM)
+    worker.signal(signal.SIGTERM)
+    eventually(lambda: (worker.process.poll() is not None) or worker.signal(signal.SIGTERM))
+    assert worker.wait() != 0, worker.log
+    assert not Effect.objects.exists()
+    interrupted = QueuedEvent.objects.get(type="process.signal")
+    assert (interrupted.status, interrupted.attempts) == ("PENDING", 1)
+    assert "forced shutdown" in interrupted.errors[0]["message"]
+    assert QueuedEvent.objects.filter(attempts=0, status="PENDING").count() == 5
+
+
+def test_a_handler_that_outlasts_the_grace_period_is_ended(start_worker, files):
+    publish("process.signal", files)
+    worker = start_worker(eventbus={"SHUTDOWN_TIMEOUT": 0.5})
+    eventually(has_started(files), lambda: worker.log)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 1, worker.log
+    assert QueuedEvent.objects.get().status == "PENDING"
+
+
+def test_a_child_that_is_killed_is_replaced_and_only_what_it_ran_is_blamed(start_worker, files):
+    """M6, M29: nothing lost, no effect twice, neighbours uncharged."""
+    publish("process.signal", files)
+    publish_many(("process.effect", n) for n in range(5))
+    worker = start_worker()
+    eventually(has_started(files), lambda: worker.log)
+    child = worker.wait_until_registered()
+    os.remove(files["started"])
+    os.kill(child.pid, signal.SIGKILL)
+    eventually(lambda: Effect.objects.count() == 5, lambda: worker.log)
+    eventually(has_started(files), lambda: worker.log)
+    touch(files["go_on"])
+    eventually(lambda: EventLog.objects.count() == 6, lambda: worker.log)
+    assert Effect.objects.count() == 6
+    blamed = EventLog.objects.get(type="process.signal")
+    assert (blamed.attempts, blamed.crashes) == (2, 1)
+    assert "SIGKILL" in blamed.errors[0]["message"]
+    assert blamed.errors[0]["handler"] == "signal"
+    assert set(
+        EventLog.objects.filter(type="process.effect").values_list("attempts", "crashes")
+    ) == {(1, 0)}
+
+
+def test_a_poison_event_ends_as_crashed_and_its_neighbours_are_handled(start_worker):
+    """M6: also when it kills the process."""
+    publish_many(("process.effect", n) for n in range(10))
+    poison = publish("process.exit", {})
+    publish_many(("process.effect", n) for n in range(10))
+    worker = start_worker()
+    eventually(lambda: EventLog.objects.count() == 21, lambda: worker.log)
+    (dead,) = dead_letters.list()
+    assert dead.event_id == poison.event_id
+    assert (dead.status, dead.error_type, dead.crashes) == ("FAILED", "crashed", 3)
+    assert dead.dead_handler == "exit"
+    assert ["exit code 7" in error["message"] for error in dead.errors] == [True] * 3
+    assert Effect.objects.count() == 20
+    assert set(EventLog.objects.filter(type="process.effect").values_list("crashes")) == {(0,)}
+
+
+def test_a_poison_event_that_takes_the_supervisor_with_it_is_found_out(start_worker):
+    """Nobody is left to say which event it was: suspects are run alone, and the pill shows."""
+    publish_many(("process.effect", n) for n in range(3))
+    poison = publish("process.kill_group", {})
+    publish_many(("process.effect", n) for n in range(3))
+
+    def one_more_worker_until_done():
+        worker = start_worker("--drain", eventbus={"ABANDON_AFTER": 1.0})
+        worker.wait()
+        return EventLog.objects.count() == 7
+
+    eventually(one_more_worker_until_done)
+    (dead,) = dead_letters.list()
+    assert (dead.event_id, dead.error_type) == (poison.event_id, "crashed")
+    assert Effect.objects.count() == 6
+
+
+def test_a_handler_that_holds_the_gil_past_its_deadline_is_killed(start_worker):
+    """M17: it cannot stall the worker, whatever it does."""
+    publish("process.hold_the_gil", {})
+    publish_many(("process.effect", n) for n in range(3))
+    worker = start_worker(eventbus={"MAX_CRASHES": 1})
+    eventually(lambda: EventLog.objects.count() == 4, lambda: worker.log)
+    (dead,) = dead_letters.list()
+    assert "ran past its deadline and had to be killed" in dead.errors[0]["message"]
+    assert Effect.objects.count() == 3
+
+
+def test_children_do_not_outlive_their_supervisor(start_worker):
+    worker = start_worker()
+    registration = worker.wait_until_registered()
+    worker.signal(signal.SIGKILL)
+    worker.wait()
+    eventually(lambda: not alive(registration.pid), lambda: worker.log)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_zombie_commits_nothing(start_worker, files):
+    """Stopped beyond the abandonment timeout, then woken: its late commit is refused."""
+    publish("process.signal", files)
+    zombie = start_worker(eventbus={"ABANDON_AFTER": 1.0})
+    eventually(has_started(files), lambda: zombie.log)
+    zombie.signal_all(signal.SIGSTOP)
+    touch(files["go_on"])
+    if connection.vendor == "sqlite":
+        # Its open write transaction holds the whole database, so nobody can take over.
+        zombie.signal_all(signal.SIGCONT)
+    other = start_worker(eventbus={"ABANDON_AFTER": 1.0})
+    eventually(lambda: EventLog.objects.count() == 1, lambda: other.log)
+    zombie.signal_all(signal.SIGCONT)
+    zombie.signal(signal.SIGTERM)
+    zombie.wait()
+    assert Effect.objects.count() == 1
+    assert EventLog.objects.count() == 1
+
+
+def test_a_zombie_outside_of_transactions_settles_nothing(start_worker, files):
+    publish("process.signal_outside", files)
+    zombie = start_worker(eventbus={"ABANDON_AFTER": 1.0})
+    eventually(has_started(files), lambda: zombie.log)
+    zombie.signal_all(signal.SIGSTOP)
+    touch(files["go_on"])
+    other = start_worker(eventbus={"ABANDON_AFTER": 1.0})
+    eventually(lambda: EventLog.objects.count() == 1, lambda: other.log)
+    settled_by = EventLog.objects.get().claimed_by
+    zombie.signal_all(signal.SIGCONT)
+    # At-least-once: the zombie's handler may finish its own work, but not the event's.
+    eventually(
+        lambda: Effect.objects.count() == 2 or "taken for dead" in zombie.log, lambda: zombie.log
+    )
+    zombie.signal(signal.SIGTERM)
+    zombie.wait()
+    assert EventLog.objects.get().claimed_by == settled_by
+
+
+def test_a_worker_survives_the_loss_of_its_connections(start_worker):
+    if connection.vendor != "postgresql":
+        pytest.skip("connections are cut by pg_terminate_backend")
+    worker = start_worker()
+    worker.wait_until_registered()
+    publish("process.effect", "before")
+    eventually(Effect.objects.exists, lambda: worker.log)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        assert cursor.fetchone()[0] > 0
+    publish("process.effect", "after")
+    eventually(lambda: Effect.objects.count() == 2, lambda: worker.log)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0, worker.log
+
+
+def test_a_worker_whose_registration_was_deleted_starts_again(start_worker, files):
+    publish("process.signal", files)
+    worker = start_worker(eventbus={"ABANDON_AFTER": 1.0})
+    eventually(has_started(files), lambda: worker.log)
+    os.remove(files["started"])
+    if connection.vendor == "sqlite":
+        pytest.skip("the handler's open transaction holds the only write lock")
+    EventWorker.objects.all().delete()
+    eventually(has_started(files), lambda: worker.log)
+    touch(files["go_on"])
+    eventually(lambda: EventLog.objects.count() == 1, lambda: worker.log)
+    assert Effect.objects.count() == 1
+
+
+def test_a_worker_stops_after_as_many_events_as_it_was_told(start_worker):
+    publish_many(("process.effect", n) for n in range(100))
+    worker = start_worker("--max-events", "10", "--batch-size", "5")
+    assert worker.wait() == 0, worker.log
+    assert 10 <= EventLog.objects.count() <= 20
+    assert QueuedEvent.objects.filter(status="PENDING", attempts=0).exists()
+
+
+def test_a_worker_in_one_process_does_the_same(start_worker):
+    publish_many(("process.effect", n) for n in range(10))
+    worker = start_worker("--processes", "0", "--drain")
+    assert worker.wait() == 0, worker.log
+    assert Effect.objects.count() == 10
+    assert not EventWorker.objects.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--queues", "defualt"], "did you mean 'default'?"),
+        (["--database", "defualt"], "did you mean 'default'?"),
+        (["--concurrency", "0"], "--concurrency must be positive"),
+        (["--processes", "-1"], "--processes must not be negative"),
+    ],
+)
+def test_bad_options_are_refused_with_the_right_choice(start_worker, options, message):
+    worker = start_worker(*options)
+    assert worker.wait() == 1
+    assert message in worker.log

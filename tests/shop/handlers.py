@@ -1,0 +1,70 @@
+"""Handlers for worker processes that tests start. In the test process itself they are forgotten."""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+from django_eventbus import handler, publish
+from tests.shop.models import Effect
+
+
+def effect(event, note=""):
+    Effect.objects.create(event_id=event.id, handler=event.handler_name, note=note)
+
+
+@handler("process.effect", name="effect")
+def write(event):
+    effect(event, str(event.payload))
+
+
+@handler("process.slow_effect", name="slow_effect")
+def write_slowly(event):
+    effect(event, str(event.payload))
+    time.sleep(event.payload)
+
+
+@handler("process.outside", name="outside", atomic=False)
+def write_outside(event):
+    effect(event)
+
+
+@handler("process.exit", name="exit")
+def leave(event):
+    effect(event)
+    os._exit(7)
+
+
+@handler("process.kill_group", name="kill_group")
+def kill_the_supervisor_too(event):
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@handler("process.hold_the_gil", name="hold_the_gil", timeout=0.5, retry={"max_retries": 0})
+def hold_the_gil(event):
+    ctypes.PyDLL(None).sleep(600)
+
+
+@handler("process.signal", name="signal")
+def tell_and_wait(event):
+    """Tell that it runs, by a file, and wait until another file says to go on."""
+    effect(event, "started")
+    Path(event.payload["started"]).touch()
+    while not Path(event.payload["go_on"]).exists():
+        time.sleep(0.01)
+
+
+@handler("process.signal_outside", name="signal_outside", atomic=False, timeout=100)
+def tell_and_wait_outside(event):
+    Path(event.payload["started"]).touch()
+    while not Path(event.payload["go_on"]).exists():
+        time.sleep(0.01)
+    effect(event, "done")
+
+
+@handler("process.parent", name="parent")
+def publish_children(event):
+    for n in range(3):
+        publish("process.effect", n)

@@ -1,0 +1,876 @@
+"""Putting events in: part of the caller's transaction, and never to its harm."""
+
+import os
+import socket
+import threading
+import uuid
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import UTC, date, datetime, timedelta, timezone
+from decimal import Decimal
+from functools import partial
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.db import connection, connections, transaction
+from django.db.backends.sqlite3.base import DatabaseWrapper
+from django.db.models.functions import Now
+from django.http import HttpResponse
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import path
+
+from django_eventbus import (
+    Event,
+    EventBusError,
+    EventBusShutdownError,
+    InvalidPayloadError,
+    UnknownEventError,
+    UnknownQueueError,
+    apublish,
+    handler,
+    publish,
+    publish_many,
+    shutdown,
+)
+from django_eventbus.exceptions import ForeignTransactionError
+from django_eventbus.models import EventLog, QueuedEvent
+from django_eventbus.publishing import reopen
+from django_eventbus.signals import event_published
+from tests.bus import drain
+from tests.shop.models import Effect
+
+pytestmark = pytest.mark.django_db
+
+with_real_transactions = pytest.mark.django_db(transaction=True)
+
+
+class Booked(Event):
+    """Abstract base."""
+
+    number: int
+
+
+class RoomBooked(Booked, type="test-publishing.room.booked", version=3):
+    price: Decimal
+
+
+class Refusal(Exception):
+    """What a test raises to roll back."""
+
+
+@contextmanager
+def rolled_back(using="default"):
+    with suppress(Refusal), transaction.atomic(using=using):
+        yield
+        raise Refusal
+
+
+def queued():
+    return list(QueuedEvent.objects.order_by("id").values_list("type", flat=True))
+
+
+@pytest.fixture
+def handled():
+    """The payloads that a handler of everything has seen."""
+    seen = []
+    handler("*", name="see")(lambda event: seen.append(event.payload))
+    return seen
+
+
+# -- part of the caller's transaction
+
+
+@with_real_transactions
+def test_committed_is_handled(handled):
+    """M1."""
+    with transaction.atomic():
+        publish("order.placed", {"order": 7})
+        Effect.objects.create(event_id=uuid.uuid4(), handler="view")
+    drain()
+    assert handled == [{"order": 7}]
+
+
+@with_real_transactions
+def test_rolled_back_is_never_handled(handled):
+    """M1."""
+    with rolled_back():
+        publish("order.placed", {"order": 7})
+        publish_many([("order.placed", {"order": 8})])
+    drain()
+    assert handled == []
+    assert not QueuedEvent.objects.exists()
+
+
+@with_real_transactions
+def test_an_inner_savepoint_takes_only_its_own_events_back(handled):
+    """M1."""
+    with transaction.atomic():
+        publish("order.placed", {"order": 1})
+        with rolled_back():
+            publish("order.placed", {"order": 2})
+        with transaction.atomic():
+            publish("order.placed", {"order": 3})
+    drain()
+    assert handled == [{"order": 1}, {"order": 3}]
+
+
+@with_real_transactions
+def test_an_uncommitted_event_is_seen_by_nobody_else():
+    """M1."""
+
+    def count_elsewhere():
+        try:
+            return QueuedEvent.objects.count()
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        with transaction.atomic():
+            publish("order.placed", {})
+            assert pool.submit(count_elsewhere).result(30) == 0
+        assert pool.submit(count_elsewhere).result(30) == 1
+
+
+@with_real_transactions
+def test_without_a_transaction_an_event_is_committed_at_once(handled):
+    """M1."""
+    publish("order.placed", {"order": 7})
+    assert not connection.in_atomic_block
+    drain()
+    assert handled == [{"order": 7}]
+
+
+def place_order(request, then):
+    publish("order.placed", {"order": 7})
+    if then == "raise":
+        raise Refusal
+    return HttpResponse(status=200)
+
+
+urlpatterns = [path("order/<then>/", place_order)]
+
+
+@with_real_transactions
+@pytest.mark.urls(__name__)
+@pytest.mark.parametrize(("then", "events"), [("return", [{"order": 7}]), ("raise", [])])
+def test_a_view_with_atomic_requests_publishes_only_if_it_returns(
+    monkeypatch, handled, then, events
+):
+    """M1."""
+    monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
+    response = Client(raise_request_exception=False).get(f"/order/{then}/")
+    assert response.status_code == (500 if then == "raise" else 200)
+    drain()
+    assert handled == events
+
+
+def test_publish_is_exactly_one_insert():
+    with CaptureQueriesContext(connection) as queries:
+        publish("order.placed", {"order": 7}, key="k", headers={"a": 1}, delay=5)
+    assert len(queries) == 1
+    assert queries[0]["sql"].startswith("INSERT INTO")
+
+
+def test_workers_are_woken_once_per_transaction(django_capture_on_commit_callbacks):
+    with django_capture_on_commit_callbacks() as callbacks:
+        publish("order.placed", {})
+        publish_many([("order.placed", {})] * 3)
+        publish("order.placed", {})
+    assert len(callbacks) == 1
+
+
+@with_real_transactions
+def test_a_rolled_back_savepoint_does_not_take_the_wake_up_of_others_with_it():
+    with transaction.atomic():
+        with rolled_back():
+            publish("order.placed", {"order": 1})
+        publish("order.placed", {"order": 2})
+        assert len(connection.run_on_commit) == 1
+        with rolled_back():
+            publish("order.placed", {"order": 3})
+        assert len(connection.run_on_commit) == 1
+
+
+# -- what is stored
+
+
+def test_what_is_published_is_what_is_stored():
+    """M8, M23."""
+    event_id = uuid.uuid4()
+    returned = publish(
+        "order.placed",
+        {"order": 7},
+        key="order:7",
+        priority=-5,
+        headers={"trace": "abc"},
+        dedup_key="once",
+        event_id=event_id,
+    )
+    event = QueuedEvent.objects.get()
+    assert returned.pk == event.pk
+    assert returned.event_id == event.event_id == event_id
+    assert event.type == "order.placed"
+    assert event.payload == {"order": 7}
+    assert event.key == "order:7"
+    assert event.priority == -5
+    assert event.headers == {"trace": "abc"}
+    assert event.dedup_key == "once"
+    assert event.queue == "default"
+    assert event.namespace == "default"
+    assert event.status == "PENDING"
+    assert event.attempts == 0
+    assert event.caused_by is None
+    assert event.available_at is None
+
+
+def test_the_returned_event_has_its_id_and_the_databases_time_of_making():
+    """M23."""
+    event = publish("order.placed", {})
+    assert event.pk == QueuedEvent.objects.get().pk
+    assert event.event_id.version == 7
+    assert event.created_at == QueuedEvent.objects.get().created_at
+
+
+def test_the_producer_is_host_and_process():
+    """M8."""
+    event = publish("order.placed", {})
+    assert event.producer == f"{socket.gethostname()[:50]}:{os.getpid()}"
+
+
+def test_producer_namespace_and_default_queue_are_settings(settings):
+    """M8."""
+    settings.EVENTBUS = {
+        "PRODUCER": "web-1",
+        "NAMESPACE": "shop",
+        "QUEUE": "orders",
+        "QUEUES": ("orders", "mail"),
+    }
+    publish("order.placed", {})
+    publish("order.placed", {}, queue="mail")
+    rows = QueuedEvent.objects.order_by("id").values_list("producer", "namespace", "queue")
+    assert list(rows) == [("web-1", "shop", "orders"), ("web-1", "shop", "mail")]
+
+
+PAYLOADS = [
+    {},
+    [],
+    "",
+    0,
+    False,
+    None,
+    "text",
+    "né 🔑 \u2028 \x1f \\ \" '",
+    [None, True, {"a": [1, {"b": "c"}]}],
+    1.5,
+    -1e-7,
+    2**53 + 1,
+    -(2**1000),
+    {"": "empty key", "a b": 1, "é": 2, "%s": "%(x)s", "?": "{}"},
+    "x" * 100_000,
+]
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=range(len(PAYLOADS)))
+@pytest.mark.parametrize("many", [False, True], ids=["publish", "publish_many"])
+def test_a_handler_gets_the_payload_that_was_published(handled, payload, many):
+    if many:
+        publish_many([("order.placed", payload)])
+    else:
+        publish("order.placed", payload)
+    drain()
+    assert handled == [payload]
+
+
+def test_a_payload_is_not_needed(handled):
+    publish("server.started")
+    drain()
+    assert handled == [None]
+
+
+def test_a_typed_event_is_stored_by_its_type_name_and_version():
+    """M19."""
+    event = publish(RoomBooked(number=7, price=Decimal("9.90")))
+    assert event.type == "test-publishing.room.booked"
+    assert event.version == 3
+    event.refresh_from_db()
+    assert event.payload == {"number": 7, "price": "9.90"}
+
+
+def test_a_typed_event_reaches_its_handler_as_an_instance():
+    """M19."""
+    seen = []
+    handler(Booked, name="see")(lambda event: seen.append(event.data))
+    publish(RoomBooked(number=7, price=Decimal("9.90")))
+    drain()
+    assert seen == [RoomBooked(number=7, price=Decimal("9.90"))]
+
+
+def test_an_event_published_by_the_name_of_a_class_has_the_version_of_the_class():
+    assert publish("test-publishing.room.booked", {"number": 1, "price": "2"}).version == 3
+    assert publish("test-publishing.nobody.declared.this", {}).version == 1
+
+
+def test_what_a_handler_publishes_names_its_cause():
+    @handler("order.placed", name="first")
+    def first(event):
+        publish("order.confirmed", {})
+        publish_many([("mail.sent", {})])
+
+    parent = publish("order.placed", {})
+    drain(max_events=1)
+    causes = QueuedEvent.objects.order_by("id").values_list("type", "caused_by")
+    assert list(causes) == [
+        ("order.confirmed", parent.event_id),
+        ("mail.sent", parent.event_id),
+    ]
+    assert publish("order.placed", {}).caused_by is None
+
+
+def test_publishing_from_async_code_works():
+    event = async_to_sync(apublish)("order.placed", {"order": 7}, key="k")
+    assert QueuedEvent.objects.get() == event
+    assert event.key == "k"
+
+
+# -- many
+
+
+def test_many_events_of_both_kinds_may_come_from_a_generator():
+    def items():
+        yield RoomBooked(number=7, price=Decimal("9.90"))
+        yield "order.placed", {"order": 8}
+        yield ["order.placed", [9]]
+
+    assert publish_many(items(), key="k", priority=3, headers={"a": 1}) == 3
+    rows = QueuedEvent.objects.order_by("id").values_list(
+        "type", "version", "payload", "key", "priority", "headers"
+    )
+    assert list(rows) == [
+        ("test-publishing.room.booked", 3, {"number": 7, "price": "9.90"}, "k", 3, {"a": 1}),
+        ("order.placed", 1, {"order": 8}, "k", 3, {"a": 1}),
+        ("order.placed", 1, [9], "k", 3, {"a": 1}),
+    ]
+    assert len(set(QueuedEvent.objects.values_list("event_id", flat=True))) == 3
+
+
+def test_many_is_one_statement_per_thousand():
+    if connection.vendor != "postgresql":
+        pytest.skip("the portable store is bound by the number of parameters of a statement")
+    with CaptureQueriesContext(connection) as queries:
+        assert publish_many(("order.placed", {"n": n}) for n in range(2001)) == 2001
+    assert [each["sql"].split()[0] for each in queries] == ["INSERT"] * 3
+
+
+def test_a_generator_is_read_in_pieces_and_not_all_at_once():
+    """M22."""
+    ahead = []
+
+    def items():
+        for number in range(3000):
+            ahead.append(number - QueuedEvent.objects.count() if number % 1000 == 0 else 0)
+            yield "order.placed", number
+
+    publish_many(items())
+    assert max(ahead) <= 1000
+
+
+def test_none_at_all_are_no_statement():
+    with CaptureQueriesContext(connection) as queries:
+        assert publish_many([]) == 0
+    assert len(queries) == 0
+
+
+@pytest.mark.parametrize("how", [{"delay": 3600}, {"delay": timedelta(hours=1)}])
+def test_many_events_may_be_delayed_together(how, handled):
+    publish_many([("order.placed", 1), ("order.placed", 2)], **how)
+    hour = QueuedEvent.objects.filter(
+        available_at__gt=Now() + timedelta(minutes=59),
+        available_at__lte=Now() + timedelta(minutes=60),
+    )
+    assert hour.count() == 2
+    drain()
+    assert handled == []
+
+
+def test_many_events_may_be_published_for_a_time(handled):
+    at = datetime(2040, 1, 1, 12, tzinfo=UTC)
+    publish_many([("order.placed", 1), ("order.placed", 2)], at=at)
+    assert set(QueuedEvent.objects.values_list("available_at", flat=True)) == {at}
+    drain()
+    assert handled == []
+
+
+@pytest.mark.parametrize("item", ["order.placed", 7, None, ("a", 1, 2), ("order.placed",)])
+def test_what_is_neither_an_event_nor_a_pair_is_refused(item):
+    with pytest.raises(InvalidPayloadError):
+        publish_many([item])
+    assert queued() == []
+
+
+def test_a_bad_item_leaves_its_piece_unwritten_and_the_callers_transaction_usable():
+    """M25."""
+    with transaction.atomic():
+        with pytest.raises(InvalidPayloadError, match="contains a NUL"):
+            publish_many([("order.placed", 1), ("order.placed", "a\x00")])
+        publish("still.usable", {})
+    assert queued() == ["still.usable"]
+
+
+# -- later
+
+
+def test_a_delay_is_counted_by_the_clock_of_the_database(monkeypatch):
+    """M7: the clock of this machine is wrong, and nobody cares."""
+    monkeypatch.setattr("django.utils.timezone.now", lambda: datetime(2001, 1, 1, tzinfo=UTC))
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    publish("order.placed", {}, delay=3600)
+    hour = QueuedEvent.objects.filter(
+        available_at__gt=Now() + timedelta(minutes=59),
+        available_at__lte=Now() + timedelta(minutes=60),
+    )
+    assert hour.exists()
+
+
+def test_a_delayed_event_is_not_handled_yet(handled):
+    publish("order.placed", 1, delay=timedelta(seconds=60))
+    publish("order.placed", 2, at=datetime(2040, 1, 1, tzinfo=UTC))
+    drain()
+    assert handled == []
+
+
+def test_a_time_that_has_come_is_now(handled):
+    publish("order.placed", 1, at=datetime(2001, 1, 1, tzinfo=UTC))
+    publish("order.placed", 2, delay=0)
+    drain()
+    assert sorted(handled) == [1, 2]
+
+
+def test_a_time_is_stored_to_the_moment_whatever_its_zone():
+    zone = timezone(timedelta(hours=5, minutes=30))
+    publish("order.placed", {}, at=datetime(2040, 1, 1, 12, 30, 15, 123456, tzinfo=zone))
+    (at,) = QueuedEvent.objects.values_list("available_at", flat=True)
+    assert at == datetime(2040, 1, 1, 7, 0, 15, 123456, tzinfo=UTC)
+
+
+# -- refusals
+
+
+def deep():
+    value = []
+    for _ in range(10_000):
+        value = [value]
+    return value
+
+
+NAIVE = datetime(2040, 1, 1)
+REFUSALS = {
+    "payload nan": (InvalidPayloadError, {"payload": {"a": float("nan")}}),
+    "payload nul": (InvalidPayloadError, {"payload": {"a": ["\x00"]}}),
+    "payload surrogate": (InvalidPayloadError, {"payload": "\ud800"}),
+    "payload bytes": (InvalidPayloadError, {"payload": b"x"}),
+    "payload depth": (InvalidPayloadError, {"payload": deep()}),
+    "payload size": (InvalidPayloadError, {"payload": "x" * 300_000}),
+    "payload keys": (InvalidPayloadError, {"payload": {7: 1}}),
+    "type empty": (InvalidPayloadError, {"event": ""}),
+    "type long": (InvalidPayloadError, {"event": "x" * 201}),
+    "type control": (InvalidPayloadError, {"event": "a\nb"}),
+    "type nul": (InvalidPayloadError, {"event": "a\x00b"}),
+    "type none": (InvalidPayloadError, {"event": None}),
+    "type number": (InvalidPayloadError, {"event": 7}),
+    "key empty": (InvalidPayloadError, {"key": ""}),
+    "key long": (InvalidPayloadError, {"key": "x" * 201}),
+    "key number": (InvalidPayloadError, {"key": 7}),
+    "key nul": (InvalidPayloadError, {"key": "a\x00"}),
+    "dedup key empty": (InvalidPayloadError, {"dedup_key": ""}),
+    "dedup key long": (InvalidPayloadError, {"dedup_key": "x" * 201}),
+    "queue unknown": (UnknownQueueError, {"queue": "defualt"}),
+    "queue number": (UnknownQueueError, {"queue": 7}),
+    "queue empty": (UnknownQueueError, {"queue": ""}),
+    "priority high": (InvalidPayloadError, {"priority": 32_768}),
+    "priority low": (InvalidPayloadError, {"priority": -32_769}),
+    "priority text": (InvalidPayloadError, {"priority": "high"}),
+    "priority fraction": (InvalidPayloadError, {"priority": 1.5}),
+    "delay negative": (InvalidPayloadError, {"delay": -1}),
+    "delay negative time": (InvalidPayloadError, {"delay": timedelta(seconds=-1)}),
+    "delay long": (InvalidPayloadError, {"delay": timedelta(days=40_000)}),
+    "delay endless": (InvalidPayloadError, {"delay": float("inf")}),
+    "delay huge": (InvalidPayloadError, {"delay": 1e300}),
+    "delay nan": (InvalidPayloadError, {"delay": float("nan")}),
+    "delay text": (InvalidPayloadError, {"delay": "soon"}),
+    "at naive": (InvalidPayloadError, {"at": NAIVE}),
+    "at date": (InvalidPayloadError, {"at": date(2040, 1, 1)}),
+    "at text": (InvalidPayloadError, {"at": "2040-01-01T00:00:00Z"}),
+    "at and delay": (InvalidPayloadError, {"at": NAIVE.replace(tzinfo=UTC), "delay": 1}),
+    "headers list": (InvalidPayloadError, {"headers": [1]}),
+    "headers bytes": (InvalidPayloadError, {"headers": {"a": b"x"}}),
+    "headers nul": (InvalidPayloadError, {"headers": {"a": "\x00"}}),
+    "headers size": (InvalidPayloadError, {"headers": {"a": "x" * 300_000}}),
+    "event id text": (InvalidPayloadError, {"event_id": "7"}),
+    "abstract event": (UnknownEventError, {"event": Booked(number=1), "payload": None}),
+    "typed and payload": (
+        InvalidPayloadError,
+        {"event": RoomBooked(number=1, price=Decimal(1)), "payload": {}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "options"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_bad_input_is_refused_before_any_sql_and_the_transaction_stays_usable(error, options):
+    """M25."""
+    with transaction.atomic():
+        with CaptureQueriesContext(connection) as queries, pytest.raises(error) as refused:
+            publish(**{"event": "order.placed", "payload": {}} | options)
+        assert len(queries) == 0
+        assert isinstance(refused.value, EventBusError)
+        Effect.objects.create(event_id=uuid.uuid4(), handler="view")
+        publish("still.usable", {})
+    assert queued() == ["still.usable"]
+    assert Effect.objects.count() == 1
+
+
+@pytest.mark.parametrize("priority", [32_767, -32_767])
+def test_the_highest_and_lowest_priority_fit_their_column(priority):
+    publish("order.placed", {}, priority=priority)
+    assert QueuedEvent.objects.get().priority == priority
+
+
+def test_the_longest_names_fit_their_columns():
+    publish("t" * 200, {}, key="🔑" * 200, dedup_key="é" * 200)
+    event = QueuedEvent.objects.get()
+    assert (len(event.type), event.key, event.dedup_key) == (200, "🔑" * 200, "é" * 200)
+
+
+def test_an_unknown_queue_is_refused_with_a_hint():
+    with pytest.raises(
+        UnknownQueueError, match=r"'defualt' is not in .*; did you mean 'default'\?"
+    ):
+        publish("order.placed", {}, queue="defualt")
+
+
+# -- once
+
+
+def test_the_same_event_id_twice_adds_one():
+    event_id = uuid.uuid4()
+    first = publish("order.placed", {"n": 1}, event_id=event_id)
+    second = publish("order.placed", {"n": 2}, event_id=event_id)
+    assert second.pk == first.pk
+    assert second.payload == {"n": 1}
+    assert QueuedEvent.objects.count() == 1
+
+
+def test_an_event_id_that_was_handled_and_logged_is_not_handled_again(handled):
+    event_id = uuid.uuid4()
+    publish("order.placed", {"n": 1}, event_id=event_id)
+    drain()
+    again = publish("order.placed", {"n": 2}, event_id=event_id)
+    drain()
+    assert again.event_id == event_id
+    assert handled == [{"n": 1}]
+    assert EventLog.objects.count() == 1
+    assert not QueuedEvent.objects.exists()
+
+
+@with_real_transactions
+def test_an_event_that_ended_is_never_seen_in_the_queue_while_it_is_published_again(handled):
+    """A worker that looked in between would handle it twice."""
+    event_id = uuid.uuid4()
+    publish("order.placed", {}, event_id=event_id)
+    drain()
+    seen = []
+
+    def look_from_outside():
+        try:
+            seen.append(QueuedEvent.objects.filter(event_id=event_id).exists())
+        finally:
+            connection.close()
+
+    def look_after_each_statement(execute, *args):
+        result = execute(*args)
+        pool.submit(look_from_outside).result(30)
+        return result
+
+    with (
+        ThreadPoolExecutor(1) as pool,
+        connection.execute_wrapper(look_after_each_statement),
+    ):
+        publish("order.placed", {}, event_id=event_id)
+    assert len(seen) > 1
+    assert not any(seen)
+
+
+def test_while_a_dedup_key_is_queued_nothing_is_added_and_the_queued_one_returned():
+    first = publish("order.placed", {"n": 1}, dedup_key="order:7")
+    second = publish("order.changed", {"n": 2}, dedup_key="order:7")
+    other = publish("order.placed", {"n": 3}, dedup_key="order:8")
+    assert second.pk == first.pk
+    assert second.event_id == first.event_id
+    assert second.type == "order.placed"
+    assert other.pk != first.pk
+    assert QueuedEvent.objects.count() == 2
+
+
+def test_a_dedup_key_is_free_again_when_its_event_has_ended(handled):
+    publish("order.placed", 1, dedup_key="order:7")
+    drain()
+    publish("order.placed", 2, dedup_key="order:7")
+    drain()
+    assert handled == [1, 2]
+
+
+def test_a_dedup_key_is_taken_while_its_event_is_being_handled():
+    seen = []
+
+    @handler("order.placed", name="again")
+    def again(event):
+        seen.append(publish("order.placed", {}, dedup_key="order:7").event_id)
+
+    first = publish("order.placed", {}, dedup_key="order:7")
+    drain()
+    assert seen == [first.event_id]
+    assert not QueuedEvent.objects.exists()
+
+
+@pytest.mark.parametrize(("one", "other"), [("a", "A"), ("e", "é"), ("ss", "ß"), ("ﬁ", "fi")])
+def test_dedup_keys_that_look_alike_are_different(one, other):
+    publish("order.placed", {}, dedup_key=one)
+    publish("order.placed", {}, dedup_key=other)
+    assert QueuedEvent.objects.count() == 2
+
+
+def test_a_dedup_key_holds_in_its_own_namespace(settings):
+    """M8."""
+    publish("order.placed", {}, dedup_key="order:7")
+    settings.EVENTBUS = {"NAMESPACE": "other"}
+    publish("order.placed", {}, dedup_key="order:7")
+    assert QueuedEvent.objects.count() == 2
+
+
+def test_events_without_a_dedup_key_are_all_different():
+    for _ in range(3):
+        publish("order.placed", {})
+    assert QueuedEvent.objects.count() == 3
+
+
+def test_what_added_nothing_is_not_announced(announced):
+    event_id = uuid.uuid4()
+    publish("order.placed", {}, event_id=event_id)
+    publish("order.placed", {}, event_id=event_id)
+    publish("order.placed", {}, dedup_key="order:7")
+    publish("order.placed", {}, dedup_key="order:7")
+    assert len(announced) == 2
+
+
+def in_threads(*actions):
+    """Run the actions at the same time, each on a connection of its own."""
+    start = threading.Barrier(len(actions))
+
+    def run(action):
+        start.wait(30)
+        try:
+            return action()
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor(len(actions)) as pool:
+        return [future.result(60) for future in [pool.submit(run, each) for each in actions]]
+
+
+@with_real_transactions
+@pytest.mark.parametrize("in_transaction", [False, True])
+def test_two_threads_with_one_dedup_key_leave_one_event(in_transaction):
+    def publish_once(key):
+        if not in_transaction:
+            return publish("order.placed", {}, dedup_key=key)
+        with transaction.atomic():
+            return publish("order.placed", {}, dedup_key=key)
+
+    for key in map(str, range(10)):
+        first, second = in_threads(partial(publish_once, key), partial(publish_once, key))
+        assert first.event_id == second.event_id
+        assert QueuedEvent.objects.filter(dedup_key=key).count() == 1
+
+
+@with_real_transactions
+def test_a_dedup_key_whose_first_event_is_rolled_back_goes_to_the_second():
+    published, may_roll_back = threading.Event(), threading.Event()
+
+    def roll_back():
+        with rolled_back():
+            publish("order.placed", "first", dedup_key="order:7")
+            published.set()
+            assert may_roll_back.wait(30)
+
+    def publish_second():
+        assert published.wait(30)
+        may_roll_back.set()
+        return publish("order.placed", "second", dedup_key="order:7")
+
+    _, second = in_threads(roll_back, publish_second)
+    assert QueuedEvent.objects.get().event_id == second.event_id
+    assert QueuedEvent.objects.get().payload == "second"
+
+
+# -- shut down
+
+
+def test_after_shutdown_nothing_can_be_published():
+    """M27."""
+    shutdown()
+    with CaptureQueriesContext(connection) as queries:
+        with pytest.raises(EventBusShutdownError):
+            publish("order.placed", {})
+        with pytest.raises(EventBusShutdownError):
+            publish_many([("order.placed", {})])
+        with pytest.raises(EventBusShutdownError):
+            async_to_sync(apublish)("order.placed", {})
+    assert len(queries) == 0
+    reopen()
+    publish("order.placed", {})
+    assert queued() == ["order.placed"]
+
+
+# -- transactions of other databases
+
+
+@pytest.fixture
+def elsewhere(transactional_db, tmp_path):
+    """The alias of a second database, which has only the table of the queue."""
+    wanted = {"ENGINE": "django.db.backends.sqlite3", "NAME": tmp_path / "elsewhere.sqlite3"}
+    known = connections.configure_settings({"default": {}, "elsewhere": wanted})["elsewhere"]
+    made = DatabaseWrapper(known, "elsewhere")
+    # Connected before it is listed: Django forbids a test to open databases it did not declare.
+    made.ensure_connection()
+    connections["elsewhere"], connections.settings["elsewhere"] = made, known
+    with made.schema_editor() as editor:
+        editor.create_model(QueuedEvent)
+    yield "elsewhere"
+    made.close()
+    del connections["elsewhere"], connections.settings["elsewhere"]
+
+
+def test_an_event_outside_of_the_open_transaction_is_warned_of(elsewhere):
+    message = (
+        r"publishing to the database 'default' while the open transaction is on 'elsewhere': "
+        r"rolling that back will not take the event back"
+    )
+    with transaction.atomic(using=elsewhere):
+        with pytest.warns(RuntimeWarning, match=message) as caught:
+            publish("order.placed", {})
+        with pytest.warns(RuntimeWarning, match=message) as caught_many:
+            publish_many([("order.placed", {})])
+    assert queued() == ["order.placed"] * 2
+    assert {each.filename for each in [*caught, *caught_many]} == {__file__}
+
+
+def test_an_event_outside_of_the_open_transaction_may_be_refused(elsewhere, settings):
+    settings.EVENTBUS = {"FOREIGN_TRANSACTION": "error"}
+    with transaction.atomic(using=elsewhere), pytest.raises(ForeignTransactionError):
+        publish("order.placed", {})
+    assert queued() == []
+
+
+def test_an_event_outside_of_the_open_transaction_may_be_allowed(elsewhere, settings):
+    settings.EVENTBUS = {"FOREIGN_TRANSACTION": "allow"}
+    with warnings.catch_warnings(), transaction.atomic(using=elsewhere):
+        warnings.simplefilter("error")
+        publish("order.placed", {})
+    assert queued() == ["order.placed"]
+
+
+def test_an_event_inside_of_one_of_several_open_transactions_is_fine(elsewhere, settings):
+    settings.EVENTBUS = {"FOREIGN_TRANSACTION": "error"}
+    with transaction.atomic(using=elsewhere), transaction.atomic():
+        publish("order.placed", {})
+    assert queued() == ["order.placed"]
+
+
+def test_without_any_open_transaction_there_is_nothing_to_warn_of(elsewhere, settings):
+    settings.EVENTBUS = {"FOREIGN_TRANSACTION": "error"}
+    publish("order.placed", {})
+    assert queued() == ["order.placed"]
+
+
+def test_the_database_of_the_open_transaction_is_chosen_if_the_bus_is_at_home_there(
+    elsewhere, settings
+):
+    """M1, on any database."""
+    settings.EVENTBUS = {
+        "FOREIGN_TRANSACTION": "error",
+        "DATABASES": ("default", elsewhere),
+    }
+    with transaction.atomic(using=elsewhere):
+        publish("order.placed", 1)
+    with rolled_back(using=elsewhere):
+        publish("order.placed", 2)
+    assert queued() == []
+    there = QueuedEvent.objects.using(elsewhere).values_list("payload", flat=True)
+    assert list(there) == [1]
+
+
+def test_a_database_that_is_named_is_used_and_checked(elsewhere, settings):
+    settings.EVENTBUS = {
+        "FOREIGN_TRANSACTION": "error",
+        "DATABASES": ("default", elsewhere),
+    }
+    publish("order.placed", {}, using=elsewhere)
+    with transaction.atomic(), pytest.raises(ForeignTransactionError, match="'elsewhere'"):
+        publish("order.placed", {}, using=elsewhere)
+    assert queued() == []
+    assert QueuedEvent.objects.using(elsewhere).count() == 1
+
+
+# -- announcements
+
+
+@pytest.fixture
+def announced():
+    """The events that were announced as published."""
+    seen = []
+
+    def receive(sender, event, **kwargs):
+        seen.append(event)
+
+    event_published.connect(receive)
+    yield seen
+    event_published.disconnect(receive)
+
+
+def test_every_published_event_is_announced(announced):
+    event = publish("order.placed", {"order": 7})
+    publish_many([("mail.sent", 1), ("mail.sent", 2)])
+    assert announced[0] == event
+    assert [each.type for each in announced] == ["order.placed", "mail.sent", "mail.sent"]
+    assert [each.payload for each in announced] == [{"order": 7}, 1, 2]
+
+
+def test_an_announcement_is_made_inside_the_transaction_of_the_publisher():
+    seen = []
+
+    def receive(sender, event, **kwargs):
+        seen.append(QueuedEvent.objects.filter(event_id=event.event_id).exists())
+
+    event_published.connect(receive)
+    try:
+        publish("order.placed", {})
+    finally:
+        event_published.disconnect(receive)
+    assert seen == [True]
+
+
+def test_a_receiver_that_fails_does_no_harm(announced, caplog):
+    def fail(sender, event, **kwargs):
+        raise Refusal("not my day")
+
+    event_published.connect(fail)
+    try:
+        with transaction.atomic():
+            publish("order.placed", {})
+            publish_many([("order.placed", {})])
+    finally:
+        event_published.disconnect(fail)
+    assert len(announced) == 2
+    assert queued() == ["order.placed"] * 2
+    assert "not my day" in caplog.text

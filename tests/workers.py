@@ -1,0 +1,89 @@
+"""Real worker processes on the test database."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from django.db import connection
+
+from django_eventbus.models import EventWorker
+
+PATIENCE = 30
+
+
+def eventually(condition, message="it never happened"):
+    """Wait for something that another process does; give up after a while."""
+    give_up_at = time.monotonic() + PATIENCE
+    while time.monotonic() < give_up_at:
+        if found := condition():
+            return found
+        time.sleep(0.01)
+    pytest.fail(message() if callable(message) else message)
+
+
+class WorkerProcess:
+    """``manage.py run_event_worker`` with options, as a person would start it."""
+
+    def __init__(self, tmp_path, *options, eventbus=None, env=None):
+        self.log_path = tmp_path / f"worker-{time.monotonic_ns()}.log"
+        settings = {"ABANDON_AFTER": 2.0, "POLL_INTERVAL": 0.2, **(eventbus or {})}
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "django", "run_event_worker", *options],
+                env={
+                    **os.environ,
+                    "DJANGO_SETTINGS_MODULE": "tests.settings",
+                    "EVENTBUS_TEST_SETTINGS": json.dumps(settings),
+                    "PYTHONUNBUFFERED": "1",
+                    **(env or {}),
+                },
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self):
+        return self.log_path.read_text()
+
+    def wait_until_registered(self):
+        """Its child stands in the table with a process id of its own."""
+        return eventually(
+            lambda: EventWorker.objects.exclude(pid=self.process.pid).first(), lambda: self.log
+        )
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def signal_all(self, number):
+        """The supervisor and its children."""
+        os.killpg(self.process.pid, number)
+
+    def wait(self):
+        return self.process.wait(timeout=PATIENCE)
+
+    def end(self):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start_worker(transactional_db, tmp_path):
+    """Start worker processes that are ended with the test."""
+    started = []
+
+    def start(*options, **kwargs):
+        worker = WorkerProcess(tmp_path, *options, **kwargs)
+        started.append(worker)
+        return worker
+
+    yield start
+    for worker in started:
+        worker.end()
+    connection.close()
