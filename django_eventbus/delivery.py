@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from django.db import DatabaseError, InterfaceError, OperationalError
+from django.db import Error, InterfaceError, OperationalError
 
 from django_eventbus.conf import settings
 from django_eventbus.deadlines import Watch
@@ -191,7 +191,7 @@ class Deliverer:
                     if group.savepoints >= GROUP_SAVEPOINTS or time.monotonic() > full_at:
                         break
                 self._settle(batch, settlements)
-        except (GroupLostError, ClaimLostError, DatabaseError) as error:
+        except (GroupLostError, ClaimLostError, Error) as error:
             logger.info("%s events are run again one by one: %s", len(members), error)
             self._group_size = 1
             self._run_each_alone(batch, members)
@@ -322,13 +322,16 @@ class Deliverer:
         except ClaimLostError:
             batch.tally.lost += 1
             return None
-        except (GroupLostError, DatabaseError) as error:
+        except (GroupLostError, Error) as error:
             progress.forget()
             if not self._still_held(batch, [progress]):
                 batch.tally.lost += 1
                 return None
-            guilty = progress.current or handlers[0]
-            self._failed(progress, guilty, error.__cause__ or error, time.monotonic())
+            guilty = progress.current
+            if guilty is None:
+                raise
+            cause = error.__cause__ if isinstance(error, GroupLostError) else None
+            self._failed(progress, guilty, cause or error, time.monotonic())
             settlement = progress.settlement()
             if not self._settle_now(batch, settlement):
                 return None
@@ -356,9 +359,11 @@ class Deliverer:
                 self._committed(batch, progress, settlement)
         else:
             self._announce(progress, runs=True)
-            self._run_alone(batch, progress)
-            self._run_outside(batch)
-            self._announce(progress, runs=False)
+            try:
+                self._run_alone(batch, progress)
+                self._run_outside(batch)
+            finally:
+                self._announce(progress, runs=False)
 
     def _announce(self, progress: Progress, *, runs: bool) -> None:
         with self.suspects.lock:

@@ -11,7 +11,7 @@ import itertools
 from types import TracebackType
 from typing import Any, Self
 
-from django.db import DatabaseError, connections
+from django.db import Error, connections
 from django.db.transaction import Atomic
 
 from django_eventbus.exceptions import BrokenTransactionError, EventBusError
@@ -30,7 +30,7 @@ class GroupTransaction:
         self._atomic = Atomic(using, savepoint=True, durable=False)
         self._begin_owed = False
         self._savepoint_owed = False
-        self._touching = False
+        self._touching = self._handler_runs = False
         self._sid = ""
         self._blocks = self._ids = 0
 
@@ -48,6 +48,8 @@ class GroupTransaction:
                 del connection._start_transaction_under_autocommit
             self._begin_owed = True
         self._outermost = not connection.savepoint_ids
+        self._own_blocks = len(connection.atomic_blocks)
+        self._own_ids = len(connection.savepoint_ids)
         connection.execute_wrappers.append(self._on_execute)
         connection.cursor = self._on_cursor
         return self
@@ -61,6 +63,9 @@ class GroupTransaction:
         connection = self.connection
         connection.execute_wrappers.remove(self._on_execute)
         del connection.cursor
+        # A handler that broke everything may have left blocks of its own on top of ours.
+        del connection.atomic_blocks[self._own_blocks :]
+        del connection.savepoint_ids[self._own_ids :]
         if self._outermost and exc_type is None:
             # A callback that raises would keep the callbacks of other events from running.
             connection.run_on_commit = [
@@ -74,13 +79,14 @@ class GroupTransaction:
         self._blocks = len(connection.atomic_blocks)
         self._ids = len(connection.savepoint_ids)
         self._sid = f"eventbus_{next(_numbers)}"
-        self._savepoint_owed = True
+        self._savepoint_owed = self._handler_runs = True
         # Issued or not, the id stands here: on_commit callbacks remember it, and are dropped
         # when the handler is undone.
         connection.savepoint_ids.append(self._sid)
 
     def keep(self) -> None:
         """Raises BrokenTransactionError (then ``undo``) if the handler left a mess."""
+        self._handler_runs = False
         connection = self.connection
         if connection.closed_in_transaction or not connection.in_atomic_block:
             raise GroupLostError("a handler closed the connection or ended the transaction")
@@ -96,15 +102,15 @@ class GroupTransaction:
         else:
             try:
                 connection.savepoint_commit(self._sid)
-            except DatabaseError as error:
+            except Error as error:
                 raise BrokenTransactionError(
-                    "the handler swallowed a database error, or ended the transaction with its "
-                    "own COMMIT or ROLLBACK"
+                    "the handler swallowed a database error, which broke its transaction"
                 ) from error
         connection.savepoint_ids.pop()
 
     def undo(self) -> None:
         """Take back all the handler did. Raises GroupLostError if that is not possible."""
+        self._handler_runs = False
         connection = self.connection
         if connection.closed_in_transaction or not connection.in_atomic_block:
             raise GroupLostError("a handler closed the connection or ended the transaction")
@@ -120,7 +126,7 @@ class GroupTransaction:
         try:
             connection.savepoint_rollback(self._sid)
             connection.savepoint_commit(self._sid)
-        except DatabaseError as error:
+        except Error as error:
             raise GroupLostError("the handler's savepoint is gone") from error
 
     def _on_cursor(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +136,11 @@ class GroupTransaction:
 
     def _on_execute(self, execute: Any, sql: Any, params: Any, many: Any, context: Any) -> Any:
         self._touch()
+        if self._handler_runs and not self._touching and _ends_transaction(sql):
+            raise BrokenTransactionError(
+                f"{sql} would end the worker's transaction, with the work of other events in it; "
+                "a handler that needs transactions of its own declares @handler(..., atomic=False)"
+            )
         return execute(sql, params, many, context)
 
     def _touch(self) -> None:
@@ -146,6 +157,14 @@ class GroupTransaction:
                 self.savepoints += 1
         finally:
             self._touching = False
+
+
+_ENDINGS = ("COMMIT", "ROLLBACK", "END", "ABORT", "BEGIN", "START TRANSACTION")
+
+
+def _ends_transaction(sql: object) -> bool:
+    text = str(sql)[:40].lstrip().upper()
+    return text.startswith(_ENDINGS) and not text.startswith("ROLLBACK TO")
 
 
 _numbers = itertools.count(1)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from django.db import InterfaceError, OperationalError, close_old_connections, connections
+from django.db import InterfaceError, OperationalError, connections
 
 from django_eventbus import failures, publishing
 from django_eventbus.conf import settings
@@ -258,8 +258,14 @@ class WorkerLoop:
             self._idle_wait *= 1.5
         due = self.store.next_due()
         jittered = longest * random.uniform(0.75, 1.0)
-        close_old_connections()
+        self._close_other_connections()
         self.news.wait(jittered if due is None else min(jittered, max(due, 0.001)))
+
+    def _close_other_connections(self) -> None:
+        """Those of handlers, by Django's rules. Ours stays open: an event must not wait for it."""
+        for connection in connections.all(initialized_only=True):
+            if connection.alias != self.options.using:
+                connection.close_if_unusable_or_obsolete()
 
     def wait_for_database(self, error: Exception) -> None:
         logger.warning(

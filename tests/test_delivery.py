@@ -323,6 +323,97 @@ def test_a_durable_block_in_a_handler_is_told_what_it_needs():
     assert "atomic=False" in text
 
 
+@pytest.mark.parametrize("sql", ["COMMIT", " rollback", "BEGIN", "END"])
+def test_a_handler_cannot_end_the_transaction_it_shares(transactional_db, sql):
+    @handler("x", name="h", retry=ONCE)
+    def end(event):
+        effect(event, str(event.payload))
+        if event.payload == 1:
+            with connection.cursor() as cursor:
+                cursor.execute(sql)
+
+    publish_many(("x", n) for n in range(3))
+    drain()
+    assert notes() == ["0", "2"]
+    assert "would end the worker's transaction" in dead_letters.list()[0].errors[0]["message"]
+
+
+def test_a_handler_that_closes_its_connection_fails_alone(transactional_db):
+    @handler("x", name="h", retry=ONCE)
+    def close(event):
+        effect(event, str(event.payload))
+        if event.payload == 1:
+            transaction.atomic().__enter__()
+            connection.close()
+
+    publish_many(("x", n) for n in range(4))
+    drain()
+    assert notes() == ["0", "2", "3"]
+    assert [dead.payload for dead in dead_letters.list()] == [1]
+
+
+def test_a_handler_whose_session_is_ended_fails_alone(transactional_db):
+    if connection.vendor != "postgresql":
+        pytest.skip("sessions are ended by pg_terminate_backend")
+
+    @handler("x", name="h", retry=ONCE)
+    def end_session(event):
+        effect(event, str(event.payload))
+        if event.payload == 1:
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    publish_many(("x", n) for n in range(4))
+    drain()
+    assert notes() == ["0", "2", "3"]
+    (dead,) = dead_letters.list()
+    assert dead.payload == 1
+    assert "terminat" in dead.errors[0]["message"]
+
+
+def test_a_commit_that_fails_is_the_failure_of_the_guilty_alone(transactional_db):
+    if connection.vendor != "postgresql":
+        pytest.skip("constraints that are checked at commit")
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE TABLE once (n int UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+        cursor.execute("INSERT INTO once VALUES (1)")
+
+    @handler("x", name="h", retry=ONCE)
+    def insert(event):
+        effect(event, str(event.payload))
+        with connection.cursor() as cursor:
+            cursor.execute("INSERT INTO once VALUES (%s)", [event.payload])
+
+    publish_many(("x", n) for n in range(4))
+    try:
+        drain()
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute("DROP TABLE once")
+    assert notes() == ["0", "2", "3"]
+    assert [dead.payload for dead in dead_letters.list()] == [1]
+    assert dead_letters.list()[0].error_type == "django.db.utils.IntegrityError"
+
+
+def test_rows_written_by_copy_are_undone_with_their_handler(transactional_db):
+    """COPY passes by Django's execute hooks; asking for the cursor is what counts."""
+    if connection.vendor != "postgresql":
+        pytest.skip("COPY")
+    handler("y", name="i")(lambda event: effect(event, "neighbour"))
+
+    @handler("x", name="h", retry=ONCE)
+    def copy(event):
+        into = "COPY shop_effect (event_id, handler, note) FROM STDIN"
+        with connection.cursor() as cursor, cursor.copy(into) as stream:
+            stream.write_row((event.id, "h", "copied"))
+        raise ValueError
+
+    publish("y", {})
+    publish("x", {})
+    drain()
+    assert notes() == ["neighbour"]
+
+
 def test_a_handler_may_nest_atomic_blocks_and_catch_what_they_raise():
     @handler("x", name="h")
     def nest(event):

@@ -450,13 +450,6 @@ def test_a_timeout_that_is_not_positive_is_refused(timeout):
         subscribe("x", ignore, timeout=timeout)
 
 
-@pytest.mark.parametrize("retry", [{"max_retry": 5}, {"jitter": 7}, 5])
-def test_a_retry_policy_that_would_fail_at_the_first_failure_is_refused(retry):
-    """Declared wrong is found at start-up, not in a worker at night."""
-    with pytest.raises((EventBusError, TypeError, ValueError)):
-        subscribe("x", ignore, retry=retry)
-
-
 # -- what a handler is told by its settings
 
 

@@ -10,10 +10,12 @@ from typing import Any
 
 from django.conf import settings as django_settings
 from django.core.management.base import BaseCommand, CommandError
+from django.db import OperationalError, connections
 from django.utils import autoreload
 
 from django_eventbus.conf import settings
 from django_eventbus.delivery import Tally
+from django_eventbus.models import QueuedEvent
 from django_eventbus.registry import did_you_mean, registry
 from django_eventbus.store import default_alias, store_for
 from django_eventbus.supervisor import Supervisor
@@ -49,6 +51,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         worker_options = self._worker_options(options)
+        self._require_tables(worker_options.using)
         self._say_hello(worker_options)
         reload = (
             django_settings.DEBUG
@@ -82,6 +85,17 @@ class Command(BaseCommand):
             drain=options["drain"],
             max_events=options["max_events"],
         )
+
+    @staticmethod
+    def _require_tables(alias: str) -> None:
+        try:
+            tables = connections[alias].introspection.table_names()
+        except OperationalError:
+            return  # the worker waits for a database that is not there yet
+        if QueuedEvent._meta.db_table not in tables:
+            raise CommandError(
+                f"the database {alias!r} has no tables of the event bus: run manage.py migrate"
+            )
 
     @staticmethod
     def _queues(named: str | None) -> tuple[str, ...]:
