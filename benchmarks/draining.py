@@ -62,12 +62,15 @@ def measure_keys(options: argparse.Namespace) -> list[Figure]:
 def measure_pending(options: argparse.Namespace) -> list[Figure]:
     """The same number of events from the head of a short and of a very long queue."""
     limit = ("--max-events", str(FEW_PENDING))
-    few = drained(lambda: fill(FEW_PENDING, "bench.noop"), more=limit)
-    many = drained(lambda: fill(MANY_PENDING, "bench.noop"), more=limit)
+    few, many = [], []
+    for _ in range(options.repeat):
+        few.append(drained(lambda: fill(FEW_PENDING, "bench.noop"), more=limit))
+        many.append(drained(lambda: fill(MANY_PENDING, "bench.noop"), more=limit))
+    rate_of_few, rate_of_many = statistics.median(few), statistics.median(many)
     return [
-        per_second(f"drain, {FEW_PENDING:,} pending", few),
-        per_second(f"drain, {MANY_PENDING:,} pending", many),
-        ratio("many pending against few, time", few / many),
+        per_second(f"drain, {FEW_PENDING:,} pending", rate_of_few),
+        per_second(f"drain, {MANY_PENDING:,} pending", rate_of_many),
+        ratio("many pending against few, time", rate_of_few / rate_of_many),
     ]
 
 

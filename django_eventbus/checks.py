@@ -136,17 +136,7 @@ def _database_faults(alias: str) -> Iterator[CheckMessage]:
 
 @register(TAG)
 def check_handlers(**kwargs: Any) -> list[CheckMessage]:
-    return [*_unfit_retries(), *_handlers_imported_twice(), *_handlers_of_nothing()]
-
-
-def _unfit_retries() -> Iterator[CheckMessage]:
-    for each in registry.all():
-        if each.retry is None or isinstance(each.retry, RetryPolicy):
-            continue
-        right = retry_options(each.retry)
-        if right is not None:
-            wrong = f"The handler {each.name!r} has retry={_shown(each.retry)}."
-            yield Error(wrong, hint=right, id=_id("E006"))
+    return [*_handlers_imported_twice(), *_handlers_of_nothing()]
 
 
 def _handlers_imported_twice() -> Iterator[CheckMessage]:

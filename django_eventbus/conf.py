@@ -85,7 +85,7 @@ _overrides: Mapping[str, Any] | None = None
 
 def _read_overrides() -> Mapping[str, Any]:
     global _overrides
-    _overrides = configured()
+    _overrides = {name: value for name, value in configured().items() if str(name).isupper()}
     return _overrides
 
 

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import QuerySet
+from django.db.models.functions import Left
 
 from django_eventbus.models import DeadEvent, EventLog
 from django_eventbus.publishing import wake_on_commit
@@ -32,11 +33,7 @@ def matching(
     store = store_for(using)
     rows: QuerySet[DeadEvent] = DeadEvent.objects.using(store.using)
     if type is not None:
-        rows = (
-            rows.filter(type__startswith=type[:-1])
-            if type.endswith("*")
-            else rows.filter(type=type)
-        )
+        rows = _of_type(rows, type)
     exact = {
         "dead_handler": handler,
         "queue": queue,
@@ -68,6 +65,7 @@ def retry(
     Give an event, its id, several of them, or filters. Handlers that had succeeded are not run
     again; what is not dead (any more) is passed over.
     """
+    _required(event, filters)
     store = store_for(using)
     rows = matching(using=store.using, **filters)
     if event is not None:
@@ -88,6 +86,7 @@ def purge(
     **filters: Any,
 ) -> int:
     """Delete dead letters for good, those that died by then and fit the filters."""
+    _required(older_than, filters)
     store = store_for(using)
     rows = matching(using=store.using, older_than=older_than, **filters)
     purged = 0
@@ -95,6 +94,21 @@ def purge(
         purged += deleted
         progress(purged)
     return purged
+
+
+def _of_type(rows: QuerySet[DeadEvent], type_name: str) -> QuerySet[DeadEvent]:
+    prefix, star, rest = type_name.partition("*")
+    if rest:
+        raise ValueError(f"a star may only end a type: {type_name!r}")
+    if not star:
+        return rows.filter(type=type_name)
+    # Not startswith: SQLite's LIKE takes "Order" and "order" for the same.
+    return rows.annotate(start=Left("type", len(prefix))).filter(start=prefix) if prefix else rows
+
+
+def _required(event: Any, filters: dict[str, Any]) -> None:
+    if event is None and not any(value is not None for value in filters.values()):
+        raise ValueError("say which dead letters are meant; all of them are type='*'")
 
 
 def _moment(store: Store, older_than: timedelta | datetime) -> datetime:

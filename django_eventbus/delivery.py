@@ -20,12 +20,13 @@ from typing import Any, TypeVar
 
 from django.db import Error, InterfaceError, OperationalError
 
+from django_eventbus import failures
 from django_eventbus.conf import settings
 from django_eventbus.deadlines import Watch
 from django_eventbus.events import ClaimedEvent, Envelope, now_handling
 from django_eventbus.exceptions import ClaimLostError, EventBusError, HandlerTimeout
 from django_eventbus.models import LogStatus
-from django_eventbus.progress import NO_HANDLER, Outcome, Progress, Settlement
+from django_eventbus.progress import NO_HANDLER, Outcome, Progress, Settlement, crashed
 from django_eventbus.registry import Handler, did_you_mean, registry
 from django_eventbus.retries import RetryPolicy
 from django_eventbus.signals import delivery_failed, delivery_succeeded, event_dead_lettered
@@ -152,7 +153,12 @@ class Deliverer:
     def deliver(self, events: list[ClaimedEvent]) -> Tally:
         """Run the handlers of a claim's events; give back what a shutdown leaves unstarted."""
         batch = Batch(token=events[0].claim.token)
-        waiting = [Progress(event) for event in events]
+        waiting = []
+        for event in events:
+            if event.crashes >= settings.MAX_CRASHES:
+                self._bury(batch, event)
+            else:
+                waiting.append(Progress(event))
         while waiting and not self.stopping():
             wave, waiting = batch.next_wave(waiting)
             self._deliver_wave(batch, wave)
@@ -353,17 +359,37 @@ class Deliverer:
         """An event that was there when a worker died runs alone, and that is written down first."""
         if batch.is_blocked(progress) or self.stopping():
             batch.unstarted.append(progress)
-        elif progress.event.crashes >= settings.MAX_CRASHES:
-            settlement = progress.crashed()
-            if self._settle_now(batch, settlement):
-                self._committed(batch, progress, settlement)
-        else:
-            self._announce(progress, runs=True)
-            try:
-                self._run_alone(batch, progress)
-                self._run_outside(batch)
-            finally:
-                self._announce(progress, runs=False)
+            return
+        self._announce(progress, runs=True)
+        try:
+            self._run_alone(batch, progress)
+            self._run_outside(batch)
+        except Exception as error:
+            # A fault of our own, and this event's: it must not take the others with it again.
+            if isinstance(error, OperationalError | InterfaceError):
+                raise
+            logger.exception("%s could not be delivered", progress.event.event_id)
+            self.take_back(batch.token, error, [progress.event])
+        finally:
+            self._announce(progress, runs=False)
+
+    def take_back(self, token: uuid.UUID, error: Exception, events: list[ClaimedEvent]) -> None:
+        """Nobody may wait for events that this living worker forgot: blame them, free them."""
+        record = failures.describe(error, handler="", attempt=0, at=events[0].database_now()) | {
+            "type": "WorkerCrashed"
+        }
+        ids = [event.row_id for event in events]
+        self._drop_connection()
+        self.ride_out(lambda: self.store.recover_claim(token, error=record, ids=ids))
+
+    def _bury(self, batch: Batch, event: ClaimedEvent) -> None:
+        if event.lane_id is not None:
+            batch.lanes.add(event.lane_id)
+        settlement = crashed(event)
+        if self._settle_now(batch, settlement):
+            batch.tally.handled += 1
+            batch.tally.dead += 1
+            event_dead_lettered.send_robust(Deliverer, event=event, status=settlement.status)
 
     def _announce(self, progress: Progress, *, runs: bool) -> None:
         with self.suspects.lock:

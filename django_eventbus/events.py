@@ -13,6 +13,7 @@ import os
 import time
 import types
 import uuid
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, date, datetime, timedelta
 from datetime import time as day_time
@@ -118,7 +119,7 @@ class ClaimedEvent:
     event_id: uuid.UUID
     type: str
     version: int
-    payload_json: str
+    payload_json: str | None
     headers_json: str | None
     key: str | None
     lane_id: int | None
@@ -178,7 +179,7 @@ class Envelope(Generic[E_co]):
     def payload(self) -> Any:
         """The published payload, parsed for this handler alone: changing it harms nobody."""
         if self._payload is _UNREAD:
-            self._payload = json.loads(self._event.payload_json)
+            self._payload = json.loads(self._event.payload_json or "null")
         return self._payload
 
     @property
@@ -276,10 +277,16 @@ def check_name(value: object, what: str) -> None:
         )
 
 
-def check_payload(value: object, what: str = "payload") -> None:
+def check_payload(value: object, what: str = "payload", *, depth: int | None = None) -> None:
     """Raise InvalidPayloadError, naming the path, if ``value`` cannot be stored as JSON."""
+    deepest = settings.MAX_PAYLOAD_DEPTH
+    if depth is not None:
+        deepest = min(deepest, depth)
     try:
-        size = _size(value, settings.MAX_PAYLOAD_DEPTH)
+        size = _size(value, deepest)
+    except _TooDeepError as unfit:
+        where = unfit.where()
+        raise InvalidPayloadError(f"{what}{where} is nested more than {deepest} deep") from None
     except _UnfitError as unfit:
         raise InvalidPayloadError(f"{what}{unfit.where()} {unfit.reason}") from None
     limit = settings.MAX_PAYLOAD_BYTES
@@ -311,6 +318,10 @@ class _UnfitError(Exception):
         return path if len(path) <= 120 else f"{path[:100]}…"
 
 
+class _TooDeepError(_UnfitError):
+    """How deep is allowed is known where the walk began."""
+
+
 def _size(value: object, depth: int) -> int:
     """Walk the value; return the most bytes it can take as JSON."""
     if isinstance(value, str):
@@ -327,7 +338,7 @@ def _size(value: object, depth: int) -> int:
         return 25
     if isinstance(value, dict | list | tuple):
         if depth <= 0:
-            raise _UnfitError(f"is nested more than {settings.MAX_PAYLOAD_DEPTH} deep")
+            raise _TooDeepError("")
         return _object_size(value, depth) if isinstance(value, dict) else _array_size(value, depth)
     if isinstance(value, _ENCODER_TYPES):
         return _encoded_size(value)
@@ -386,11 +397,27 @@ def to_payload(event: Event) -> dict[str, Any]:
             f"{type(event).__qualname__} is abstract: declare it with "
             f'class {type(event).__name__}(Event, type="…") to publish it'
         )
-    return dataclasses.asdict(cast(Any, event), dict_factory=_plain)
+    return {
+        field.name: _plain(getattr(event, field.name))
+        for field in dataclasses.fields(cast(Any, event))
+    }
 
 
-def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: item.value if isinstance(item, Enum) else item for name, item in items}
+def _plain(value: Any) -> Any:
+    """As JSON can hold it; moments to the microsecond, which Django's encoder would cut."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, datetime | day_time):
+        return value.isoformat()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(item) for item in value), key=repr)
+    return value
 
 
 def from_payload(cls: type[Any], payload: Any) -> Any:
@@ -403,7 +430,7 @@ def from_payload(cls: type[Any], payload: Any) -> Any:
         raise UnknownEventError(f"{cls.__qualname__} has no field {', '.join(sorted(unknown))}")
     try:
         return cls(**{name: _restore(hints[name], value) for name, value in payload.items()})
-    except TypeError as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise UnknownEventError(f"the payload does not fit {cls.__qualname__}: {error}") from error
 
 
@@ -413,11 +440,23 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-_FROM_TEXT: dict[Any, Any] = {
-    datetime: parse_datetime,
-    date: parse_date,
-    day_time: parse_time,
-    timedelta: parse_duration,
+def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Django's parsers answer None to what they cannot read."""
+
+    def strict(text: str) -> Any:
+        value = parse(text)
+        if value is None:
+            raise ValueError(f"{text!r} cannot be read")
+        return value
+
+    return strict
+
+
+_FROM_TEXT: dict[Any, Callable[[str], Any]] = {
+    datetime: _parser(parse_datetime),
+    date: _parser(parse_date),
+    day_time: _parser(parse_time),
+    timedelta: _parser(parse_duration),
     Decimal: Decimal,
     uuid.UUID: uuid.UUID,
 }
@@ -429,6 +468,8 @@ def _restore(hint: Any, value: Any) -> Any:
         return None
     if origin in (Union, types.UnionType):
         return _restore(next(arg for arg in args if arg is not type(None)), value)
+    if origin is tuple and args and args[-1] is not ...:
+        return tuple(_restore(arg, item) for arg, item in zip(args, value, strict=True))
     if origin in (list, tuple, set, frozenset) and args:
         return origin(_restore(args[0], item) for item in value)
     if origin is dict and args:

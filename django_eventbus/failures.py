@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from django_eventbus.conf import settings
+from django_eventbus.events import MAX_NAME_LENGTH
 
 MAX_FRAMES = 30
 MAX_MESSAGE = 1000
@@ -24,12 +25,16 @@ def describe(error: BaseException, *, handler: str, attempt: int, at: datetime) 
         "at": at.isoformat(),
         "type": type_name(error),
         "message": clean(_message(error), MAX_MESSAGE),
+        "where": clean(_where(error), MAX_MESSAGE),
         "traceback": clean(_traceback(error), settings.MAX_ERROR_BYTES),
     }
 
 
 def type_name(error: BaseException) -> str:
-    cls = type(error)
+    return clean(_full_name(type(error)), MAX_NAME_LENGTH)
+
+
+def _full_name(cls: type) -> str:
     return (
         cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     )
@@ -45,21 +50,25 @@ def clean(text: str, limit: int) -> str:
 
 def fingerprint(record: dict[str, Any]) -> str:
     """The same for errors of one handler, one type and one line of code."""
-    frames = [line for line in record["traceback"].splitlines() if line.startswith('  File "')]
-    seen = "\n".join((record["handler"], record["type"], frames[-1] if frames else ""))
+    seen = "\n".join((record["handler"], record["type"], record.get("where", "")))
     return hashlib.blake2b(seen.encode(), digest_size=8).hexdigest()
 
 
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:
+    except BaseException as broken:
         return f"<no message: its __str__ raised {type(broken).__name__}>"
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__, limit=-1)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def _traceback(error: BaseException) -> str:
     try:
         lines = traceback.TracebackException.from_exception(error, limit=-MAX_FRAMES)
         return "".join(lines.format())
-    except Exception as broken:
+    except BaseException as broken:
         return f"<no traceback: formatting it raised {type(broken).__name__}>"

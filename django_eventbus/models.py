@@ -40,7 +40,7 @@ class EventFields(models.Model):
     queue = models.CharField(_("queue"), max_length=64)
     type = models.CharField(_("type"), max_length=MAX_NAME_LENGTH)
     version = models.PositiveSmallIntegerField(_("version"), default=1)
-    payload = models.JSONField(_("payload"), encoder=DjangoJSONEncoder)
+    payload = models.JSONField(_("payload"), null=True, encoder=DjangoJSONEncoder)
     headers = models.JSONField(_("headers"), null=True, encoder=DjangoJSONEncoder)
     # NULL is "no key"; an empty key is refused.
     key = models.CharField(_("key"), max_length=MAX_NAME_LENGTH, null=True)  # noqa: DJ001

@@ -28,7 +28,8 @@ from django_eventbus.conf import settings
 from django_eventbus.events import ClaimedEvent, Envelope, uuid7
 from django_eventbus.exceptions import ClaimLostError
 from django_eventbus.models import EventWorker, LogStatus
-from django_eventbus.progress import Progress
+from django_eventbus.progress import Progress, crashed
+from django_eventbus.signals import event_dead_lettered
 from django_eventbus.store import Clock, Finished, store_for
 
 
@@ -42,7 +43,9 @@ def poll(
     while (event := _claim_one(store, queue or settings.QUEUE)) is not None:
         if event.crashes < settings.MAX_CRASHES:
             return Envelope(event, handler_name="", attempt=event.attempts)
-        _settle(store, event, Progress(event).crashed())
+        fate = crashed(event)
+        if _settle(store, event, fate):
+            event_dead_lettered.send_robust(poll, event=event, status=fate.status)
     return None
 
 

@@ -56,8 +56,19 @@ class Progress:
         if self.states:
             if handlers.names:
                 self.states.pop(NO_HANDLER, None)  # somebody has come since
-            self.atomic = [each for each in self.atomic if self._is_due(each.name)]
-            self.outside = [each for each in self.outside if self._is_due(each.name)]
+            self._leave_out_who_is_not_due()
+
+    def _leave_out_who_is_not_due(self) -> None:
+        if settings.ATOMIC == "event" and any(self._waits(each.name) for each in self.atomic):
+            self.halted = True  # together or not at all
+            self.atomic, self.outside = [], []
+            return
+        self.atomic = [each for each in self.atomic if self._is_due(each.name)]
+        self.outside = [each for each in self.outside if self._is_due(each.name)]
+
+    def _waits(self, name: str) -> bool:
+        state = self.states.get(name)
+        return state is not None and state["state"] == RETRY and not self._is_due(name)
 
     def _is_due(self, name: str) -> bool:
         state = self.states.get(name)
@@ -164,7 +175,7 @@ class Progress:
         if not waits:
             # One that joined while the event was waiting has its turn at once.
             return 0.0 if registry.handlers_for(self.event.type).names - states.keys() else None
-        return max(0.0, min(waits))
+        return max(0.0, max(waits) if settings.ATOMIC == "event" else min(waits))
 
     def _finished(self, states: dict[str, State], errors: list[dict[str, Any]]) -> Finished:
         row_id = self.event.row_id
@@ -182,18 +193,20 @@ class Progress:
             error_fingerprint=failures.fingerprint(error),
         )
 
-    def crashed(self) -> Finished:
-        """The event has taken down too many workers."""
-        error = next((e for e in reversed(self.errors) if e["type"] in CRASHES), None)
-        return Finished(
-            row_id=self.event.row_id,
-            status=LogStatus.FAILED,
-            deliveries=self.states or None,
-            errors=self.errors,
-            dead_handler=error["handler"] if error else "",
-            error_type="crashed",
-            error_fingerprint=failures.fingerprint(error) if error else "",
-        )
+
+def crashed(event: ClaimedEvent) -> Finished:
+    """The verdict on an event that has taken down too many workers. Asks no handler."""
+    errors = _parsed(event.errors_json) or []
+    error = next((each for each in reversed(errors) if each["type"] in CRASHES), None)
+    return Finished(
+        row_id=event.row_id,
+        status=LogStatus.FAILED,
+        deliveries=_parsed(event.deliveries_json),
+        errors=errors,
+        dead_handler=error["handler"] if error else "",
+        error_type="crashed",
+        error_fingerprint=failures.fingerprint(error) if error else "",
+    )
 
 
 #: The types of error records that stand for a worker's death.

@@ -59,15 +59,16 @@ def publish(
     stays usable; EventBusShutdownError after ``shutdown()``.
     """
     options = Options(key, queue, priority, delay, at, dedup_key, headers, event_id)
-    options.check()
-    row = _row(_new(event, payload, event_id), options)
-    alias = choose_alias(using)
-    store = store_for(alias)
+    store = store_for(choose_alias(using))
+    options.check(store.deepest_json)
+    row = _row(_new(event, payload, store.deepest_json, event_id), options)
     if event_id is not None or dedup_key is not None:
-        row = store.insert_once(row)
+        known = store.insert_once(row)
+        if known is not None:
+            return known
     else:
         store.insert(row)
-    _after_insert(alias, [row])
+    _after_insert(store.using, [row])
     return row
 
 
@@ -88,14 +89,13 @@ def publish_many(
     own transaction.
     """
     options = Options(key, queue, priority, delay, at, None, headers, None)
-    options.check()
-    alias = choose_alias(using)
-    store = store_for(alias)
+    store = store_for(choose_alias(using))
+    options.check(store.deepest_json)
     published = 0
     for piece in _pieces(items):
-        new = [_new(*_pair(item)) for item in piece]
+        new = [_new(*_pair(item), store.deepest_json) for item in piece]
         store.insert_many(_row(new[0], options), new)
-        _after_insert(alias, (_row(each, options) for each in new))
+        _after_insert(store.using, (_row(each, options) for each in new))
         published += len(new)
     return published
 
@@ -137,7 +137,7 @@ class Options:
     headers: dict[str, Any] | None
     event_id: uuid.UUID | None
 
-    def check(self) -> None:
+    def check(self, deepest: int) -> None:
         if _is_shut_down:
             raise EventBusShutdownError("the event bus of this process has been shut down")
         if self.key is not None:
@@ -145,7 +145,7 @@ class Options:
         if self.dedup_key is not None:
             check_name(self.dedup_key, "the dedup key")
         if self.queue is not None and self.queue not in settings.QUEUES:
-            hint = did_you_mean(self.queue, settings.QUEUES)
+            hint = did_you_mean(str(self.queue), settings.QUEUES)
             raise UnknownQueueError(f"{self.queue!r} is not in EVENTBUS['QUEUES']{hint}")
         if not isinstance(self.priority, int) or abs(self.priority) > MAX_PRIORITY:
             raise InvalidPayloadError(
@@ -157,16 +157,25 @@ class Options:
         if self.headers is not None:
             if not isinstance(self.headers, dict):
                 raise InvalidPayloadError(f"headers must be a dict, not {self.headers!r}")
-            check_payload(self.headers, "headers")
+            check_payload(self.headers, "headers", depth=deepest)
         self._check_times()
 
     def _check_times(self) -> None:
         if self.delay is not None and self.at is not None:
             raise InvalidPayloadError("give delay or at, not both")
-        if self.at is not None and timezone.is_naive(self.at):
-            raise InvalidPayloadError(f"at must have a time zone: {self.at!r}")
-        if self.delay is not None and not timedelta(0) <= self.delay_time <= timedelta(days=36500):
-            raise InvalidPayloadError(f"the delay must be between 0 and 100 years: {self.delay!r}")
+        if self.at is not None and (
+            not isinstance(self.at, datetime) or timezone.is_naive(self.at)
+        ):
+            raise InvalidPayloadError(f"at must be a datetime with a time zone: {self.at!r}")
+        if self.delay is not None:
+            try:
+                allowed = timedelta(0) <= self.delay_time <= timedelta(days=36500)
+            except (TypeError, ValueError, OverflowError):
+                allowed = False
+            if not allowed:
+                raise InvalidPayloadError(
+                    f"the delay must be seconds or a timedelta, 0 to 100 years: {self.delay!r}"
+                )
 
     @property
     def delay_time(self) -> timedelta:
@@ -207,7 +216,9 @@ def _warn_of_foreign_transaction(alias: str, opened: list[str]) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=4)
 
 
-def _new(event: str | Event, payload: Any, event_id: uuid.UUID | None = None) -> NewEvent:
+def _new(
+    event: str | Event, payload: Any, deepest: int, event_id: uuid.UUID | None = None
+) -> NewEvent:
     """Validate, and give it an identity."""
     if isinstance(event, Event):
         if payload is not None:
@@ -218,7 +229,7 @@ def _new(event: str | Event, payload: Any, event_id: uuid.UUID | None = None) ->
         check_name(event, "the event type")
         cls = events.class_for(event)
         type_name, version = event, cls.event_version if cls else 1
-    check_payload(payload)
+    check_payload(payload, depth=deepest)
     return NewEvent(event_id or events.uuid7(), type_name, version, payload)
 
 
@@ -250,7 +261,10 @@ def _pair(item: Event | tuple[str, Any]) -> tuple[str | Event, Any]:
 
 
 def _pieces(items: Iterable[Any]) -> Iterable[list[Any]]:
-    iterator = iter(items)
+    try:
+        iterator = iter(items)
+    except TypeError:
+        raise InvalidPayloadError(f"publish_many takes an iterable, not {items!r}") from None
     while piece := list(itertools.islice(iterator, INSERT_CHUNK)):
         yield piece
 

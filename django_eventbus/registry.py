@@ -12,13 +12,13 @@ import itertools
 import threading
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from django_eventbus.conf import settings
 from django_eventbus.events import MAX_NAME_LENGTH, Event, check_name, class_for
 from django_eventbus.exceptions import DuplicateHandlerError, EventBusError
-from django_eventbus.retries import RetryPolicy
+from django_eventbus.retries import A_CENTURY, RetryPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
 Subject = str | type[Event]
@@ -73,6 +73,9 @@ def handler(*subjects: Subject, **options: Any) -> Callable[[F], F]:
     (seconds), ``atomic`` (False: no transaction is open while it runs), ``executor``.
     """
 
+    if subjects and inspect.isfunction(subjects[0]):
+        raise EventBusError(f'write @handler("…") over {subjects[0].__qualname__}: handles what?')
+
     def register(func: F) -> F:
         subscribe(subjects, func, **options)
         return func
@@ -93,35 +96,65 @@ def subscribe(
 ) -> Handler:
     """Register a handler and return its subscription, which has an ``id``."""
     is_async = inspect.iscoroutinefunction(func)
-    if is_async and atomic:
-        raise EventBusError(
-            f"{func.__qualname__} is async and cannot be atomic: Django has no async transactions"
-        )
-    if executor not in EXECUTORS:
-        raise EventBusError(f"unknown executor {executor!r}{did_you_mean(executor, EXECUTORS)}")
-    if timeout is not None and timeout <= 0:
-        raise EventBusError(f"the timeout of {func.__qualname__} must be positive, not {timeout}")
-    subjects = subject if isinstance(subject, tuple) else (subject,)
-    if not subjects:
-        raise EventBusError(f"{func.__qualname__} must name what it handles: a type or a pattern")
-    for each in subjects:
+    new = Handler(
+        name=name if name is not None else default_name(func),
+        func=func,
+        subjects=subject if isinstance(subject, tuple) else (subject,),
+        priority=priority,
+        retry=retry,
+        timeout=timeout,
+        atomic=not is_async if atomic is None else atomic,
+        executor=executor,
+        is_async=is_async,
+    )
+    _check(new)
+    return registry.add(new)
+
+
+def _check(new: Handler) -> None:
+    """What would only show when the first event comes is refused where it is written."""
+    check_name(new.name, "the handler name")
+    if not new.subjects:
+        raise EventBusError(f"{new.name} must name what it handles: a type or a pattern")
+    for each in new.subjects:
         if isinstance(each, str):
             check_name(each, "the pattern")
-    name = name if name is not None else default_name(func)
-    check_name(name, "the handler name")
-    return registry.add(
-        Handler(
-            name=name,
-            func=func,
-            subjects=subjects,
-            priority=priority,
-            retry=retry,
-            timeout=timeout,
-            atomic=not is_async if atomic is None else atomic,
-            executor=executor,
-            is_async=is_async,
+        elif not (isinstance(each, type) and issubclass(each, Event)):
+            raise EventBusError(
+                f"{new.name} can handle a type name, a pattern or an Event class, not {each!r}"
+            )
+    if new.is_async and new.atomic:
+        raise EventBusError(
+            f"{new.name} is async and cannot be atomic: Django has no async transactions"
         )
-    )
+    if new.executor not in EXECUTORS:
+        hint = did_you_mean(str(new.executor), EXECUTORS)
+        raise EventBusError(f"unknown executor {new.executor!r}{hint}")
+    if not isinstance(new.priority, int):
+        raise EventBusError(f"the priority of {new.name} must be an integer: {new.priority!r}")
+    if new.timeout is not None and not (
+        isinstance(new.timeout, int | float) and 0 < new.timeout < A_CENTURY
+    ):
+        raise EventBusError(f"the timeout of {new.name} must be positive, not {new.timeout!r}")
+    _check_retry(new)
+
+
+def _check_retry(new: Handler) -> None:
+    if new.retry is None or isinstance(new.retry, RetryPolicy):
+        return
+    if not isinstance(new.retry, Mapping):
+        raise EventBusError(
+            f"the retry of {new.name} must be a RetryPolicy or a dict, not {new.retry!r}"
+        )
+    known = {each.name for each in fields(RetryPolicy)}
+    for name in new.retry:
+        if name not in known:
+            hint = did_you_mean(str(name), known)
+            raise EventBusError(f"the retry of {new.name} has the unknown key {name!r}{hint}")
+    try:
+        RetryPolicy(**new.retry)
+    except ValueError as error:
+        raise EventBusError(f"the retry of {new.name}: {error}") from None
 
 
 def unsubscribe(subscription: Handler | str) -> None:
@@ -164,7 +197,8 @@ class Registry:
                     f"@handler(…), or each registration a name= of its own"
                 )
             object.__setattr__(new, "position", next(self._positions))
-            self._handlers[new.name] = new
+            # A new dict: whoever is going through the old one is not disturbed.
+            self._handlers = {**self._handlers, new.name: new}
             self._by_type = {}
         return new
 
@@ -176,15 +210,17 @@ class Registry:
             self._by_type = {}
 
     def handlers_for(self, type_name: str) -> HandlersOfType:
-        found = self._by_type.get(type_name)
+        memory = self._by_type
+        found = memory.get(type_name)
         if found is None:
             matching = [each for each in self._handlers.values() if each.handles(type_name)]
             found = HandlersOfType(
                 sorted(matching, key=lambda each: (-each.priority, each.position))
             )
-            if len(self._by_type) >= _REMEMBERED_TYPES:
-                self._by_type = {}
-            self._by_type[type_name] = found
+            if len(memory) >= _REMEMBERED_TYPES:
+                memory.clear()
+            # Into the memory of before: who subscribed meanwhile has begun another.
+            memory[type_name] = found
         return found
 
     def get(self, name: str) -> Handler | None:
@@ -232,6 +268,8 @@ def matches(pattern: str, type_name: str) -> bool:
 
 def default_name(func: Callable[..., Any]) -> str:
     """App and function: ``shop.reserve_stock`` for a function of ``shop/handlers.py``."""
+    if not hasattr(func, "__qualname__"):
+        raise EventBusError(f"{func!r} has no name of its own: give it one with name=")
     module = func.__module__.removesuffix(".handlers").removesuffix(".events")
     return f"{module}.{func.__qualname__}"
 
@@ -246,8 +284,12 @@ def did_you_mean(word: str, choices: Any) -> str:
 
 
 def _same_source(one: Handler, other: Handler) -> bool:
-    return _source(one.func) == _source(other.func)
+    """The same function, or the one its module defines after a reload."""
+    if one.func is other.func:
+        return True
+    source = _source(one.func)
+    return source == _source(other.func) and "<" not in source
 
 
 def _source(func: Callable[..., Any]) -> str:
-    return f"{func.__module__}.{func.__qualname__}"
+    return f"{func.__module__}.{getattr(func, '__qualname__', repr(func))}"

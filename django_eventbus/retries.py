@@ -26,13 +26,12 @@ class RetryPolicy:
     jitter: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("max_retries", "base_delay", "max_delay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"RetryPolicy.{name} must not be negative")
-        if self.multiplier < 1:
-            raise ValueError("RetryPolicy.multiplier must be at least 1")
-        if not 0 <= self.jitter <= 1:
-            raise ValueError("RetryPolicy.jitter must be between 0 and 1")
+        for name, (least, most) in _BOUNDS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not least <= value <= most:
+                raise ValueError(
+                    f"RetryPolicy.{name} must be a number from {least:g} to {most:g}, not {value!r}"
+                )
 
     @classmethod
     def default(cls, **overrides: Any) -> Self:
@@ -46,6 +45,17 @@ class RetryPolicy:
         except OverflowError:
             return self.max_delay
         return min(wait, self.max_delay)
+
+
+A_CENTURY = 100 * 365 * 24 * 3600.0
+
+_BOUNDS = {
+    "max_retries": (0, 1_000_000),
+    "base_delay": (0, A_CENTURY),
+    "max_delay": (0, A_CENTURY),
+    "multiplier": (1, 1000),
+    "jitter": (0, 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,7 @@ def decide(
         return GiveUpAtOnce()
     if failures > policy.max_retries:
         return GiveUp()
-    if isinstance(error, Retry) and error.delay is not None:
-        return RetryIn(max(0.0, error.delay))
+    if isinstance(error, Retry) and error.delay is not None and error.delay == error.delay:
+        return RetryIn(min(max(0.0, error.delay), A_CENTURY))
     wait = policy.wait_before(failures + 1)
     return RetryIn(wait * (1 + policy.jitter * (2 * rand() - 1)))

@@ -43,7 +43,7 @@ def log_failed_delivery(
         one_line(event.type),
         event.event_id,
         attempt,
-        error["type"],
+        one_line(error["type"]),
         one_line(error["message"]),
         then,
         extra={

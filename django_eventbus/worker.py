@@ -18,7 +18,7 @@ from typing import Any
 
 from django.db import InterfaceError, OperationalError, connections
 
-from django_eventbus import failures, publishing
+from django_eventbus import publishing
 from django_eventbus.conf import settings
 from django_eventbus.deadlines import Board, Watch, Watchdog
 from django_eventbus.delivery import AsyncLoop, Deliverer, Suspects, Tally
@@ -213,20 +213,11 @@ class WorkerLoop:
         except (OperationalError, InterfaceError):
             raise
         except Exception as error:
-            self.take_back(events, error)
+            logger.exception("delivering a batch failed; its events are run again one by one")
+            self.deliverer.take_back(events[0].claim.token, error, events)
+            self.news.wait(TROUBLE_WAIT)
         self._idle_wait = FIRST_IDLE_WAIT
         self._fit_batch(len(events), time.monotonic() - started)
-
-    def take_back(self, events: list[ClaimedEvent], error: Exception) -> None:
-        """A fault of our own: nobody may wait for events that this living worker forgot."""
-        logger.exception("delivering a batch failed; its events are run again one by one")
-        token = events[0].claim.token
-        record = failures.describe(error, handler="", attempt=0, at=events[0].database_now()) | {
-            "type": "WorkerCrashed"
-        }
-        self.store.connection.close()
-        self.deliverer.ride_out(lambda: self.store.recover_claim(token, error=record))
-        self.news.wait(TROUBLE_WAIT)
 
     def _fit_batch(self, size: int, seconds: float) -> None:
         """As many as take about a second: fast handlers get large batches, slow ones share."""

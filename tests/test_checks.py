@@ -170,20 +170,20 @@ WRONG_VALUES = [
     ("RETRY", "E111", RetryPolicy(), "a dict of arguments of RetryPolicy"),
     ("RETRY", "E111", {"max_retrys": 3}, "did you mean 'max_retries'?"),
     ("RETRY", "E111", {7: 3}, "RetryPolicy takes no 7"),
-    ("RETRY", "E111", {"max_retries": -1}, "max_retries must not be negative"),
+    ("RETRY", "E111", {"max_retries": -1}, "max_retries must be a number from 0"),
     ("RETRY", "E111", {"max_retries": 2.5}, "max_retries must be a whole number"),
     ("RETRY", "E111", {"max_retries": "3"}, "max_retries must be a whole number"),
-    ("RETRY", "E111", {"base_delay": -1}, "base_delay must not be negative"),
+    ("RETRY", "E111", {"base_delay": -1}, "base_delay must be a number from 0"),
     ("RETRY", "E111", {"base_delay": NOT_A_NUMBER}, "base_delay must be a number"),
     ("RETRY", "E111", {"max_delay": INFINITE}, "max_delay must be a number"),
     ("RETRY", "E111", {"max_delay": None}, "max_delay must be a number"),
-    ("RETRY", "E111", {"multiplier": 0.5}, "multiplier must be at least 1"),
-    ("RETRY", "E111", {"jitter": 2}, "jitter must be between 0 and 1"),
+    ("RETRY", "E111", {"multiplier": 0.5}, "multiplier must be a number from 1"),
+    ("RETRY", "E111", {"jitter": 2}, "jitter must be a number from 0 to 1"),
     ("ATOMIC", "E112", True, "'handler', 'event'"),
     ("ATOMIC", "E112", "events", "'handler', 'event'"),
     ("UNHANDLED", "E113", "drop", "'retry', 'complete'"),
     ("UNHANDLED_RETRY", "E114", {"retries": 3}, "did you mean 'max_retries'?"),
-    ("UNHANDLED_RETRY", "E114", {"jitter": -1}, "jitter must be between 0 and 1"),
+    ("UNHANDLED_RETRY", "E114", {"jitter": -1}, "jitter must be a number from 0 to 1"),
     ("MAX_CRASHES", "E115", 0, "a whole number from 1"),
     ("MAX_CRASHES", "E115", 32_768, "to 32767"),
     ("MAX_PAYLOAD_BYTES", "E116", 0, "a whole number from 1 up"),
@@ -347,19 +347,6 @@ def test_a_router_that_keeps_the_tables_from_their_database(settings):
 
     settings.DATABASE_ROUTERS = [types.SimpleNamespace(allow_migrate=allow_migrate)]
     assert_wrong(the_one_found(), "W004", "keeps its tables from there", "allow_migrate")
-
-
-@pytest.mark.parametrize(
-    ("retry", "right"),
-    [
-        ({"max_retrys": 3}, "did you mean 'max_retries'?"),
-        ({"jitter": 7}, "jitter must be between 0 and 1"),
-        (3, "a dict of arguments of RetryPolicy"),
-    ],
-)
-def test_a_handler_with_a_retry_policy_that_is_none(retry, right):
-    subscribe("order.placed", print, name="shop.ship", retry=retry)
-    assert_wrong(the_one_found(), "E006", "handler 'shop.ship' has retry=", right)
 
 
 @pytest.mark.parametrize("retry", [None, {}, {"max_retries": 0}, RetryPolicy(max_retries=7)])

@@ -327,7 +327,7 @@ def test_a_long_retry_reports_its_progress_in_pieces(monkeypatch):
     monkeypatch.setattr(dead_letters, "CHUNK", 2)
     many_dead_letters(5)
     progress = []
-    assert dead_letters.retry(progress=progress.append) == 5
+    assert dead_letters.retry(type="*", progress=progress.append) == 5
     assert progress == [2, 4, 5]
     assert QueuedEvent.objects.count() == 5
 
@@ -336,7 +336,7 @@ def test_a_long_purge_reports_its_progress_in_pieces(monkeypatch):
     monkeypatch.setattr(dead_letters, "CHUNK", 2)
     many_dead_letters(5)
     progress = []
-    assert dead_letters.purge(progress=progress.append) == 5
+    assert dead_letters.purge(type="*", progress=progress.append) == 5
     assert progress == [2, 4, 5]
     assert not EventLog.objects.exists()
 
@@ -357,6 +357,26 @@ def test_the_dead_letters_of_other_projects_are_out_of_reach(settings):
     settings.EVENTBUS = {"NAMESPACE": "theirs"}
     assert dead_letters.list() == []
     assert dead_letters.retry(ours.event_id) == 0
-    assert dead_letters.purge() == 0
+    assert dead_letters.purge(type="*") == 0
     settings.EVENTBUS = {}
     assert ids_of(dead_letters.list()) == [ours.event_id]
+
+
+def test_a_prefix_is_told_apart_by_case():
+    dead_letter("Order.x")
+    dead_letter("order.x")
+    assert [each.type for each in dead_letters.list(type="Order.*")] == ["Order.x"]
+
+
+@pytest.mark.parametrize("act", [dead_letters.retry, dead_letters.purge])
+def test_nothing_is_done_to_all_of_them_by_saying_nothing(act):
+    dead_letter("order.x")
+    with pytest.raises(ValueError, match="say which dead letters"):
+        act()
+    assert len(dead_letters.list()) == 1
+    assert act(type="*") == 1
+
+
+def test_a_star_in_the_middle_of_a_type_is_refused():
+    with pytest.raises(ValueError, match="may only end a type"):
+        dead_letters.list(type="order.*.x")

@@ -694,3 +694,26 @@ def steal_from_another_connection(event_id):
     thread = threading.Thread(target=steal)
     thread.start()
     thread.join()
+
+
+def test_a_fault_of_our_own_with_one_event_does_not_take_the_others_with_it(monkeypatch):
+    """An event that the bus itself stumbles over is dead in the end; the others are handled."""
+    plainly = delivery.Deliverer._call
+
+    def stumble(self, progress, handler):
+        if progress.event.type == "bad":
+            raise ValueError
+        plainly(self, progress, handler)
+
+    def fail_to_fail(progress, handler, error, started):
+        raise TypeError("a bug in the bus")
+
+    monkeypatch.setattr(delivery.Deliverer, "_call", stumble)
+    monkeypatch.setattr(delivery.Deliverer, "_failed", staticmethod(fail_to_fail))
+    handler("*", name="h")(lambda event: effect(event, event.type))
+    publish("good", {})
+    bad = publish("bad", {})
+    publish("good", {})
+    drain_with_retries()
+    assert notes() == ["good", "good"]
+    assert (logged(bad).status, logged(bad).error_type) == ("FAILED", "crashed")

@@ -198,17 +198,17 @@ def with_frames(count):
     """An error whose traceback is that deep, without running that deep."""
     error = caught(ValueError("deep"))
     traceback = error.__traceback__
-    for _ in range(count):
-        traceback = types.TracebackType(
-            traceback, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno
-        )
+    for number in range(count):
+        line = number % 50 + 1  # equal ones in a row would be shown as one
+        traceback = types.TracebackType(traceback, traceback.tb_frame, traceback.tb_lasti, line)
     return error.with_traceback(traceback)
 
 
 def test_of_ten_thousand_frames_the_innermost_are_kept():
     found = record(with_frames(10_000))
     assert_storable(found)
-    assert 1 <= found["traceback"].count('  File "') <= 30
+    assert found["traceback"].count('  File "') == 30
+    assert "in caught\n    raise error\n" in found["traceback"]
     assert found["traceback"].endswith("ValueError: deep\n")
 
 
@@ -251,6 +251,16 @@ def test_whatever_the_text_the_cleaned_one_fits_and_can_be_stored(text, limit):
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=50))
 def test_a_text_that_fits_is_left_alone(text):
     assert clean(text, 200) == text
+
+
+@pytest.mark.parametrize("letter", ["x", "é", "🔑"])
+def test_a_text_is_cut_from_the_first_byte_too_many(letter):
+    fits = letter * 12
+    limit = len(fits.encode())
+    assert clean(fits, limit) == fits
+    cut = clean(fits, limit - 1)
+    assert cut.endswith("…")
+    assert fits.startswith(cut[:-1])
 
 
 # -- fingerprints

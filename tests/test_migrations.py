@@ -38,7 +38,7 @@ def test_every_index_exists_on_every_database():
     } <= found
 
 
-@pytest.mark.django_db
+@pytest.mark.django_db(transaction=True)
 def test_the_migration_can_be_printed_for_review():
     output = io.StringIO()
     call_command("sqlmigrate", "django_eventbus", "0001", stdout=output)

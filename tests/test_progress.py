@@ -10,7 +10,7 @@ from django_eventbus import Discard, Retry, RetryPolicy, handler
 from django_eventbus.events import Claim, ClaimedEvent
 from django_eventbus.failures import fingerprint
 from django_eventbus.models import LogStatus
-from django_eventbus.progress import NO_HANDLER, Progress
+from django_eventbus.progress import NO_HANDLER, Progress, crashed
 from django_eventbus.registry import registry
 from django_eventbus.store import Completed, Finished, Postponed, Progressed
 
@@ -379,6 +379,11 @@ def test_nobody_handles_it_is_told_apart_from_everybody_did():
     assert Progress(claimed()).unanswered() == [NO_HANDLER]
 
 
+def test_an_event_nobody_handles_is_completed_where_that_is_no_failure():
+    """M12: with UNHANDLED="complete" the deliverer fails nobody for it."""
+    assert Progress(claimed()).settlement() == Completed(7)
+
+
 def test_an_event_nobody_handles_is_tried_again_and_then_dead():
     """M12."""
     progress = Progress(claimed())
@@ -577,8 +582,7 @@ def test_an_event_that_took_down_too_many_workers_is_failed_as_crashed(handlers)
         error_of("a") | {"type": "WorkerCrashed", "message": "SIGSEGV"},
         error_of("b", 2),
     ]
-    progress = Progress(claimed({"b": waits(seconds=-1, failures=2)}, errors, crashes=3))
-    settlement = progress.crashed()
+    settlement = crashed(claimed({"b": waits(seconds=-1, failures=2)}, errors, crashes=3))
     assert settlement.status == LogStatus.FAILED
     assert settlement.error_type == "crashed"
     assert settlement.dead_handler == "a"
@@ -588,7 +592,7 @@ def test_an_event_that_took_down_too_many_workers_is_failed_as_crashed(handlers)
 
 def test_a_crash_without_any_record_is_settled_too():
     """M6."""
-    settlement = Progress(claimed(crashes=3)).crashed()
+    settlement = crashed(claimed(crashes=3))
     assert settlement.status == LogStatus.FAILED
     assert settlement.deliveries is None
     assert settlement.errors == []

@@ -1,5 +1,6 @@
 """How often, and when again."""
 
+from dataclasses import FrozenInstanceError
 from datetime import timedelta
 
 import pytest
@@ -171,6 +172,15 @@ def test_retry_and_discard_tell_why():
 
 
 # -- policies
+
+
+def test_a_policy_cannot_be_changed_and_takes_its_numbers_by_name():
+    """Handlers share it."""
+    policy = RetryPolicy()
+    with pytest.raises(FrozenInstanceError):
+        policy.max_retries = 9
+    with pytest.raises(TypeError, match="positional"):
+        RetryPolicy(9)
 
 
 def test_the_projects_policy_is_the_default(settings):

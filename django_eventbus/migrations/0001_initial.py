@@ -130,6 +130,7 @@ class Migration(migrations.Migration):
                     "payload",
                     models.JSONField(
                         encoder=django.core.serializers.json.DjangoJSONEncoder,
+                        null=True,
                         verbose_name="payload",
                     ),
                 ),
@@ -237,6 +238,7 @@ class Migration(migrations.Migration):
                     "payload",
                     models.JSONField(
                         encoder=django.core.serializers.json.DjangoJSONEncoder,
+                        null=True,
                         verbose_name="payload",
                     ),
                 ),

@@ -171,6 +171,8 @@ class Store:
     #: Whether ``listen`` tells of news; without it a worker looks more often.
     hears: ClassVar[bool] = False
 
+    #: How deep JSON may be nested here.
+    deepest_json: ClassVar[int] = 1000
     #: Codes of errors that mean "somebody else was first, try again".
     conflicts: ClassVar[frozenset[Any]] = frozenset()
 
@@ -240,22 +242,30 @@ class Store:
         rows = [QueuedEvent(**item._asdict(), **shared) for item in items]
         QueuedEvent.objects.using(self.using).bulk_create(rows, batch_size=INSERT_CHUNK)
 
-    def insert_once(self, event: QueuedEvent) -> QueuedEvent:
-        """Insert unless the event id or dedup key is known; return the event that stands.
+    def insert_once(self, event: QueuedEvent) -> QueuedEvent | None:
+        """Insert unless the event id or dedup key is known; then return the event that stands.
 
         An event that has already ended is returned as it was given, without a row id.
         """
         rows = QueuedEvent.objects.using(self.using)
-        rows.bulk_create([event], ignore_conflicts=True)
-        if EventLog.objects.using(self.using).filter(event_id=event.event_id).exists():
-            # Asked after the insert: an insert that waited for a settle to commit sees its log.
-            rows.filter(event_id=event.event_id, attempts=0).delete()
-            event.pk = None
-            return event
-        same = Q(event_id=event.event_id)
-        if event.dedup_key is not None:
-            same |= Q(namespace=event.namespace, dedup_key=event.dedup_key)
-        return rows.filter(same).first() or event
+        # The producer of this very insert, to tell our row from one that was there before.
+        event.claim_token = mark = uuid.uuid4()
+        with self.atomic():
+            rows.bulk_create([event], ignore_conflicts=True)
+            inserted = rows.filter(event_id=event.event_id, claim_token=mark)
+            if EventLog.objects.using(self.using).filter(event_id=event.event_id).exists():
+                # Asked after the insert: one that waited for a settle to commit sees its log.
+                inserted.delete()
+                event.pk = event.claim_token = None
+                return event
+            if inserted.update(claim_token=None):
+                event.claim_token = None
+                event.pk = rows.values_list("pk", flat=True).get(event_id=event.event_id)
+                return None
+            same = Q(event_id=event.event_id)
+            if event.dedup_key is not None:
+                same |= Q(namespace=event.namespace, dedup_key=event.dedup_key)
+            return rows.filter(same).first() or event
 
     # -- claiming
 
@@ -573,10 +583,16 @@ class Store:
             self.workers.filter(pk=worker_id).delete()
         return recovered
 
-    def recover_claim(self, token: uuid.UUID, *, error: dict[str, Any]) -> int:
-        """Take back all that is still held under one claim, and blame all of it."""
+    @retried
+    def recover_claim(
+        self, token: uuid.UUID, *, error: dict[str, Any], ids: Collection[int] | None = None
+    ) -> int:
+        """Take back what is still held under one claim (or some of it), and blame all of it."""
+        held = Q(claim_token=token)
         with self.atomic():
-            return self._take_back(Q(claim_token=token), blamed=None, error=error)
+            if ids is not None:
+                held &= Q(id__in=list(ids))
+            return self._take_back(held, blamed=None, error=error)
 
     def _take_back(
         self,
@@ -612,14 +628,11 @@ class Store:
             rows = list(self.locked(dead).values_list("id", "deliveries"))
             if not rows:
                 return 0
-            for row_id, deliveries in rows:
-                done = {
-                    name: state
-                    for name, state in (deliveries or {}).items()
-                    if state["state"] == "done"
-                }
-                if done != deliveries:
-                    self.dead.filter(id=row_id).update(deliveries=done or None)
+            partly = {row_id: done for row_id, states in rows if (done := _done(states))}
+            for row_id, done in partly.items():
+                self.dead.filter(id=row_id).update(deliveries=done)
+            others = [row_id for row_id, _ in rows if row_id not in partly]
+            self.dead.filter(id__in=others).update(deliveries=None)
             moved = self.dead.filter(id__in=[row_id for row_id, _ in rows])
             fresh: dict[str, Any] = {
                 "attempts": Value(0),
@@ -660,6 +673,10 @@ class Store:
 
     def listen(self, tell: Callable[[], None], stopped: threading.Event) -> None:
         """Call ``tell`` whenever there may be something to do, until stopped."""
+
+
+def _done(states: dict[str, Any] | None) -> dict[str, Any]:
+    return {name: state for name, state in (states or {}).items() if state["state"] == "done"}
 
 
 _SMOOTHLY = Finished(row_id=0, deliveries=None, errors=[])

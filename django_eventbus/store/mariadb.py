@@ -9,6 +9,8 @@ from django_eventbus.store.base import Store
 
 
 class MariaDBStore(Store):
+    #: JSON_VALID, which guards the columns, gives up at 32.
+    deepest_json: ClassVar[int] = 31
     #: Deadlock, lock wait timeout, record changed under a snapshot.
     conflicts: ClassVar[frozenset[Any]] = frozenset({1213, 1205, 1020})
     _clock_sql: ClassVar[str] = "SELECT UTC_TIMESTAMP(6)"

@@ -127,6 +127,9 @@ class Command(BaseCommand):
         self.stdout.write(f"{CLEAR_LINE if self.stdout.isatty() else ''}{text}")
 
 
+EVERY_TYPE = "*"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """Which dead letters are meant."""
@@ -148,6 +151,8 @@ class Selection:
             )
         if narrowed and everything:
             raise CommandError("Give --all or a selection, not both.")
+        if everything:
+            filters["type"] = EVERY_TYPE
         return cls(using=_alias(options["database"]), filters=filters, ids=ids)
 
     def now(self) -> datetime:
@@ -160,7 +165,11 @@ class Selection:
     def in_words(self, count: int) -> str:
         """``3 dead letters of type 'order.*' with the key 'order:7'``."""
         said = [f"{count:,} dead letter{'' if count == 1 else 's'}" if count else "No dead letters"]
-        said += [FILTERS[name].format(_said(value)) for name, value in self.filters.items()]
+        said += [
+            FILTERS[name].format(_said(value))
+            for name, value in self.filters.items()
+            if value != EVERY_TYPE
+        ]
         return " ".join([*said, "with the given ids"] if self.ids else said)
 
 

@@ -24,6 +24,7 @@ from django_eventbus.worker import Worker, WorkerOptions, run_here, stop_on_sign
 STATUS_EVERY = 1.0
 LOG_EVERY = 10.0
 DEPTH_AT_MOST = 100_000
+LARGEST_BATCH = 10_000
 
 
 class Command(BaseCommand):
@@ -70,6 +71,8 @@ class Command(BaseCommand):
         for name in ("concurrency", "batch_size", "poll_interval", "max_events"):
             if options[name] is not None and options[name] <= 0:
                 raise CommandError(f"--{name.replace('_', '-')} must be positive")
+        if (options["batch_size"] or 0) > LARGEST_BATCH:
+            raise CommandError(f"--batch-size must be at most {LARGEST_BATCH:,}")
         if options["processes"] < 0:
             raise CommandError("--processes must not be negative")
         alias = options["database"] or default_alias()
