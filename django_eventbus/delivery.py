@@ -26,11 +26,18 @@ from django_eventbus.deadlines import Watch
 from django_eventbus.events import ClaimedEvent, Envelope, now_handling
 from django_eventbus.exceptions import ClaimLostError, EventBusError, HandlerTimeout
 from django_eventbus.models import LogStatus
-from django_eventbus.progress import NO_HANDLER, Outcome, Progress, Settlement, crashed
+from django_eventbus.progress import NO_HANDLER, Outcome, Progress, crashed
 from django_eventbus.registry import Handler, did_you_mean, registry
 from django_eventbus.retries import RetryPolicy
 from django_eventbus.signals import delivery_failed, delivery_succeeded, event_dead_lettered
-from django_eventbus.store import Completed, Finished, Postponed, Progressed, Store
+from django_eventbus.store import (
+    Completed,
+    Finished,
+    Postponed,
+    Progressed,
+    Settlement,
+    Store,
+)
 from django_eventbus.transactions import GroupLostError, GroupTransaction
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,10 @@ from django_eventbus.events import ClaimedEvent
 from django_eventbus.models import LogStatus
 from django_eventbus.registry import Handler, registry
 from django_eventbus.retries import GiveUpAtOnce, RetryIn, RetryPolicy, decide
-from django_eventbus.store import Completed, Finished, Postponed, Progressed
+from django_eventbus.store import Completed, Finished, Postponed, Progressed, Settlement
 
 NO_HANDLER = "(no handler)"
 
-Settlement = Completed | Finished | Postponed | Progressed
 State = dict[str, Any]
 
 DONE, RETRY, DEAD, DISCARDED = "done", "retry", "dead", "discarded"

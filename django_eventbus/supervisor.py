@@ -179,7 +179,7 @@ class Supervisor:
             each.lifeline.close()
             code = each.process.exitcode
             if code == 0:
-                self._riding_out(partial(self.store.unregister, each.registration.pk))
+                self._riding_out(partial(self.store.dismiss, each.registration.pk))
             else:
                 self._bury(each, code)
 

@@ -174,6 +174,7 @@ class WorkerLoop:
         self._idle_wait = FIRST_IDLE_WAIT
         self._trouble_wait = TROUBLE_WAIT
         self._promoted = self._recovered = 0.0
+        self._in_doubt: uuid.UUID | None = None
         self._orphans_sought = float("-inf")
 
     def run(self) -> None:
@@ -199,12 +200,23 @@ class WorkerLoop:
         """From the queues in turn, so that none starves; a batch is of one queue."""
         for _ in self._queues:
             self._queues.append(self._queues.pop(0))
-            events = self.store.claim(
-                self._queues[-1], limit=self._batch, worker_id=self.worker.worker_id
-            )
-            if events:
+            if events := self.claim_from(self._queues[-1]):
                 return events
         return []
+
+    def claim_from(self, queue_name: str) -> list[ClaimedEvent]:
+        """If the answer is lost with the connection, the claim may have been made all the same."""
+        if self._in_doubt is not None:
+            self.store.release_claim(self._in_doubt)
+        self._in_doubt = uuid.uuid4()
+        events = self.store.claim(
+            queue_name,
+            limit=self._batch,
+            worker_id=self.worker.worker_id,
+            token=self._in_doubt,
+        )
+        self._in_doubt = None
+        return events
 
     def deliver(self, events: list[ClaimedEvent]) -> None:
         started = time.monotonic()
@@ -336,7 +348,7 @@ def run_here(options: WorkerOptions, on_start: Callable[[Worker], None] = lambda
             total.failed += worker.tally.failed
             total.dead += worker.tally.dead
             if not worker.evicted:
-                store.unregister(worker.worker_id)
+                store.dismiss(worker.worker_id)
         if not worker.evicted:
             return total
 

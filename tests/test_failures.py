@@ -198,10 +198,19 @@ def with_frames(count):
     """An error whose traceback is that deep, without running that deep."""
     error = caught(ValueError("deep"))
     traceback = error.__traceback__
+    # Two in turn, because equal ones in a row would be shown as one.
+    both = [traceback, caught_elsewhere(ValueError("deep")).__traceback__]
     for number in range(count):
-        line = number % 50 + 1  # equal ones in a row would be shown as one
-        traceback = types.TracebackType(traceback, traceback.tb_frame, traceback.tb_lasti, line)
+        seen = both[number % 2 - 1]
+        traceback = types.TracebackType(traceback, seen.tb_frame, seen.tb_lasti, seen.tb_lineno)
     return error.with_traceback(traceback)
+
+
+def caught_elsewhere(error):
+    try:
+        raise error
+    except ValueError as raised:
+        return raised
 
 
 def test_of_ten_thousand_frames_the_innermost_are_kept():

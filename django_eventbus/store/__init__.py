@@ -5,17 +5,18 @@ from __future__ import annotations
 from django.db import connections, router
 
 from django_eventbus.models import QueuedEvent
-from django_eventbus.store.base import (
-    Clock,
+from django_eventbus.store.base import Store
+from django_eventbus.store.mariadb import MariaDBStore
+from django_eventbus.store.postgresql import PostgreSQLStore
+from django_eventbus.store.rows import Clock
+from django_eventbus.store.settlements import (
     Completed,
     Finished,
     NewEvent,
     Postponed,
     Progressed,
-    Store,
+    Settlement,
 )
-from django_eventbus.store.mariadb import MariaDBStore
-from django_eventbus.store.postgresql import PostgreSQLStore
 from django_eventbus.store.sqlite import SQLiteStore
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "NewEvent",
     "Postponed",
     "Progressed",
+    "Settlement",
     "Store",
     "default_alias",
     "store_for",

@@ -20,7 +20,9 @@ LOOK_EVERY = 0.01
 class SQLiteStore(Store):
     hears: ClassVar[bool] = True
 
-    def claim(self, queue: str, *, limit: int, worker_id: uuid.UUID) -> list[ClaimedEvent]:
+    def claim(
+        self, queue: str, *, limit: int, worker_id: uuid.UUID, token: uuid.UUID | None = None
+    ) -> list[ClaimedEvent]:
         unkeyed = self.queued.filter(
             queue=queue,
             key__isnull=True,
@@ -28,9 +30,9 @@ class SQLiteStore(Store):
             status=QueuedStatus.PENDING,
         )
         idle = not (
-            unkeyed.exists() or self._unrouted(queue).exists() or self._ready_lanes(queue).exists()
+            unkeyed.exists() or self.unrouted(queue).exists() or self.ready_lanes(queue).exists()
         )
-        return [] if idle else super().claim(queue, limit=limit, worker_id=worker_id)
+        return [] if idle else super().claim(queue, limit=limit, worker_id=worker_id, token=token)
 
     def read_clock(self) -> datetime:
         # The database has no clock but this machine's.

@@ -147,10 +147,7 @@ class Command(BaseCommand):
 
 def _abandon(worker: Worker) -> None:
     """Give back what a worker holds that is ended in the middle of things."""
-    error = {"handler": "", "type": "WorkerLost", "message": "the code was reloaded"}
-    store_for(worker.options.using).recover_worker(
-        worker.worker_id, blamed=(), error={**error, "traceback": ""}, crashed=False
-    )
+    store_for(worker.options.using).dismiss(worker.worker_id)
 
 
 class StatusLog:

@@ -1,0 +1,131 @@
+"""The ground the store stands on: the tables of one alias, their locks, and the clock."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from functools import wraps
+from typing import Any, ClassVar, TypeVar, cast
+
+from django.db import OperationalError, connections, transaction
+from django.db.models import DateTimeField, Q, QuerySet, Value
+from django.db.models.expressions import Combinable
+from django.db.models.functions import Now
+
+from django_eventbus.conf import settings
+from django_eventbus.models import (
+    EventLane,
+    EventLog,
+    EventWorker,
+    LogStatus,
+    QueuedEvent,
+    QueuedStatus,
+)
+
+Clock = Callable[[], datetime]
+
+CONFLICT_RETRIES = 10
+CONFLICT_WAIT = 0.05
+
+#: A row that nobody holds.
+UNCLAIMED: dict[str, Any] = {
+    "status": QueuedStatus.PENDING,
+    "claim_token": None,
+    "claimed_by": None,
+    "processing_started_at": None,
+}
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
+
+
+def retried(verb: Verb) -> Verb:
+    """Again after a deadlock or a failed serialization: the loser's transaction is rolled back."""
+
+    @wraps(verb)
+    def again(self: Rows, *args: Any, **kwargs: Any) -> Any:
+        for _ in range(CONFLICT_RETRIES):
+            try:
+                return verb(self, *args, **kwargs)
+            except OperationalError as error:
+                if self.connection.in_atomic_block or not self.is_conflict(error):
+                    raise
+                time.sleep(random.uniform(0, CONFLICT_WAIT))
+        return verb(self, *args, **kwargs)
+
+    return cast(Verb, again)
+
+
+class Rows:
+    """The tables behind one database alias, as one project sees them."""
+
+    #: Codes of errors that mean "somebody else was first, try again".
+    conflicts: ClassVar[frozenset[Any]] = frozenset()
+
+    def __init__(self, using: str, *, clock: Clock | None = None) -> None:
+        self.using = using
+        self.clock = clock
+
+    @property
+    def connection(self) -> Any:
+        return connections[self.using]
+
+    @property
+    def now(self) -> Combinable:
+        if self.clock is None:
+            return Now()
+        return Value(self.clock(), output_field=DateTimeField())
+
+    def after(self, seconds: float) -> Any:
+        return self.now + Value(timedelta(seconds=seconds))
+
+    @property
+    def queued(self) -> QuerySet[QueuedEvent]:
+        return QueuedEvent.objects.using(self.using).filter(namespace=settings.NAMESPACE)
+
+    @property
+    def lanes(self) -> QuerySet[EventLane]:
+        return EventLane.objects.using(self.using).filter(namespace=settings.NAMESPACE)
+
+    @property
+    def workers(self) -> QuerySet[EventWorker]:
+        return EventWorker.objects.using(self.using).filter(namespace=settings.NAMESPACE)
+
+    @property
+    def dead(self) -> QuerySet[EventLog]:
+        return EventLog.objects.using(self.using).filter(
+            ~Q(status=LogStatus.COMPLETED), namespace=settings.NAMESPACE
+        )
+
+    def atomic(self) -> Any:
+        return transaction.atomic(using=self.using)
+
+    def is_conflict(self, error: OperationalError) -> bool:
+        code = getattr(error.__cause__, "sqlstate", None) or (error.args and error.args[0])
+        return code in self.conflicts
+
+    def locked(self, rows: QuerySet[Any]) -> QuerySet[Any]:
+        """Lock rows that nobody else holds, where the database can pass over the others."""
+        features = self.connection.features
+        if not features.has_select_for_update:
+            return rows
+        return rows.select_for_update(skip_locked=features.has_select_for_update_skip_locked)
+
+    def waiting_lock(self, rows: QuerySet[Any]) -> QuerySet[Any]:
+        """Lock rows, in their order, waiting for those who hold them."""
+        has_locks = self.connection.features.has_select_for_update
+        return rows.select_for_update() if has_locks else rows
+
+    def read_clock(self) -> datetime:
+        if self.clock is not None:
+            return self.clock()
+        with self.connection.cursor() as cursor:
+            cursor.execute(self._clock_sql)
+            return self._to_datetime(cursor.fetchone()[0])
+
+    _clock_sql: ClassVar[str] = "SELECT CURRENT_TIMESTAMP"
+
+    def _to_datetime(self, value: Any) -> datetime:
+        assert isinstance(value, datetime)
+        return value
