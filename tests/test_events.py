@@ -228,6 +228,13 @@ def test_a_moment_survives_to_the_microsecond(at, hour):
     assert from_payload(Moment, through_json(moment)) == moment
 
 
+def test_an_hour_of_a_time_zone_is_refused_as_in_any_payload():
+    """M25: it means nothing without a day, and its zone would not come back."""
+    moment = Moment(at=EVERYTHING.at, hour=day_time(12, tzinfo=UTC))
+    with pytest.raises(InvalidPayloadError, match=r"payload\.hour"):
+        check_payload(to_payload(moment))
+
+
 class Measured(Event, type="test-events.measured"):
     value: Decimal
     token: uuid.UUID

@@ -356,7 +356,7 @@ def test_an_event_that_crashed_its_worker_keeps_that_error_when_it_completes(han
     assert settlement.errors == [lost]
 
 
-@pytest.mark.parametrize("delay", [1e9, 1e12, 1e18, 1e300, float("inf"), float("nan")])
+@pytest.mark.parametrize("delay", [1e9, 1e12, 1e18, 1e300, float("inf"), float("nan"), "soon"])
 def test_an_impossible_wait_asked_for_by_a_handler_does_not_break_the_settlement(handlers, delay):
     """Settling a failure must not fail on the failure's own data, or the event never ends."""
     handlers("a")

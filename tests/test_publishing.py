@@ -225,12 +225,18 @@ def test_what_is_published_is_what_is_stored():
     assert event.available_at is None
 
 
-def test_the_returned_event_has_its_id_and_the_databases_time_of_making():
+@pytest.mark.parametrize("once", [{}, {"event_id": uuid.uuid4()}, {"dedup_key": "order:7"}])
+def test_the_returned_event_has_its_ids_and_the_databases_time_of_making(once):
     """M23."""
-    event = publish("order.placed", {})
-    assert event.pk == QueuedEvent.objects.get().pk
-    assert event.event_id.version == 7
-    assert event.created_at == QueuedEvent.objects.get().created_at
+    event = publish("order.placed", {}, **once)
+    stored = QueuedEvent.objects.get()
+    assert event.pk == stored.pk
+    assert event.event_id == stored.event_id == once.get("event_id", stored.event_id)
+    assert event.created_at == stored.created_at
+
+
+def test_an_event_without_an_id_of_the_callers_gets_one_that_sorts_by_time():
+    assert publish("order.placed", {}).event_id.version == 7
 
 
 def test_the_producer_is_host_and_process():
@@ -528,6 +534,29 @@ def test_bad_input_is_refused_before_any_sql_and_the_transaction_stays_usable(er
         publish("still.usable", {})
     assert queued() == ["still.usable"]
     assert Effect.objects.count() == 1
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["publish", "publish_many"])
+def test_a_payload_may_be_as_deep_as_the_database_can_read(handled, store, many):
+    """M25: what is accepted can be handled, what cannot be stored is refused before any SQL."""
+    deepest = min(64, store.deepest_json)
+
+    def send(payload):
+        return publish_many([("x", payload)]) if many else publish("x", payload)
+
+    with transaction.atomic():
+        with pytest.raises(InvalidPayloadError, match=f"nested more than {deepest} deep"):
+            send(nested(deepest + 1))
+        send(nested(deepest))
+    drain()
+    assert handled == [nested(deepest)]
 
 
 @pytest.mark.parametrize("priority", [32_767, -32_767])

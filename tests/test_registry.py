@@ -434,6 +434,33 @@ def test_an_async_handler_runs_outside_of_transactions_by_default():
     assert subscription.atomic is False
 
 
+class AsyncCallable:
+    async def __call__(self, event):
+        """Also one that overlaps."""
+
+
+@pytest.mark.parametrize("func", [AsyncCallable(), functools.partial(ignore_async)])
+def test_whatever_gives_a_coroutine_when_called_is_an_async_handler(func):
+    """Else it would be called, never awaited, and the event completed."""
+    subscription = subscribe("x", func, name="async")
+    assert subscription.is_async is True
+    assert subscription.atomic is False
+
+
+def yields(event):
+    yield
+
+
+async def yields_async(event):
+    yield
+
+
+@pytest.mark.parametrize("func", [yields, yields_async])
+def test_a_generator_is_refused_because_calling_it_runs_nothing(func):
+    with pytest.raises(EventBusError, match="yield"):
+        subscribe("x", func)
+
+
 def test_a_plain_handler_is_atomic_by_default():
     assert subscribe("x", ignore).atomic is True
     assert subscribe("y", ignore_too, atomic=False).atomic is False
@@ -448,6 +475,19 @@ def test_an_unknown_executor_is_refused_with_a_hint():
 def test_a_timeout_that_is_not_positive_is_refused(timeout):
     with pytest.raises(EventBusError, match=r"timeout of \S*ignore must be positive"):
         subscribe("x", ignore, timeout=timeout)
+
+
+@pytest.mark.parametrize("retry", [{"max_retry": 5}, {"jitter": 7}, {"base_delay": "1"}, 5])
+def test_a_retry_policy_that_would_fail_at_the_first_failure_is_refused(retry):
+    """M18: declared wrong is found at start-up, not in a worker at night."""
+    with pytest.raises(EventBusError, match=r"the retry of \S*ignore"):
+        subscribe("x", ignore, retry=retry)
+
+
+def test_an_unknown_argument_of_a_retry_policy_is_refused_with_a_hint():
+    """M18."""
+    with pytest.raises(EventBusError, match="'max_retry'; did you mean 'max_retries'"):
+        subscribe("x", ignore, retry={"max_retry": 5})
 
 
 # -- what a handler is told by its settings

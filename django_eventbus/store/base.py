@@ -138,7 +138,7 @@ class Store(Lanes, Recovery):
         claim = self._new_claim(queue, worker_id, token)
         with self.atomic():
             self._hold_registration(worker_id)
-            claimed = self._mark_claimed(claim, self.own_lanes(claim, limit))
+            claimed = self._mark_claimed(claim, self.own_lanes(claim, keyed_share(limit)))
             if len(claimed) < limit:
                 claimed += self._claim_ready(claim, limit - len(claimed))
         return claimed
@@ -335,6 +335,11 @@ class Store(Lanes, Recovery):
 
     def listen(self, tell: Callable[[], None], stopped: threading.Event) -> None:
         """Call ``tell`` whenever there may be something to do, until stopped."""
+
+
+def keyed_share(limit: int) -> int:
+    """Half of a claim, so that neither keyed nor other events can starve the rest."""
+    return (limit + 1) // 2
 
 
 def _done(states: dict[str, Any] | None) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import uuid
-from typing import Any
+from collections.abc import Iterable
 
-from django.db.models import F, QuerySet
+from django.db.models import Exists, F, OuterRef, QuerySet, Subquery
 
 from django_eventbus.conf import settings
 from django_eventbus.events import Claim
@@ -24,31 +23,26 @@ class Lanes(Rows):
         lanes = list(self.locked(ready).values_list("id", flat=True)[:limit])
         if not lanes:
             return []
-        run_length = max(1, limit // len(lanes))
-        ids: list[int] = []
-        empty: list[int] = []
+        runs: dict[int, list[int]] = {lane_id: [] for lane_id in lanes}
+        held_up = set()
+        for lane_id, row_id, status in self.heads(lanes, max(1, limit // len(lanes))):
+            if status != QueuedStatus.PENDING:
+                held_up.add(lane_id)  # what comes after one that is being handled must wait
+            if lane_id not in held_up:
+                runs[lane_id].append(row_id)
+        empty = [lane_id for lane_id, run in runs.items() if not run and lane_id not in held_up]
+        if empty:
+            self.lanes.filter(id__in=empty).delete()
+        owned = self.lanes.filter(id__in=[lane_id for lane_id, run in runs.items() if run])
+        owned.update(claim_token=claim.token, claimed_by=claim.worker_id)
+        return [row_id for run in runs.values() for row_id in run]
+
+    def heads(self, lanes: list[int], length: int) -> Iterable[tuple[int, int, str]]:
+        """(lane, row, status) of the first events of each lane, in order."""
         for lane_id in lanes:
-            run = list(self.waiting_in(lane_id)[: min(run_length, limit - len(ids))])
-            if not run:
-                empty.append(lane_id)
-            in_order = itertools.takewhile(lambda row: row[1] == QueuedStatus.PENDING, run)
-            ids += [row_id for row_id, _ in in_order]
-            if len(ids) >= limit:
-                break
-        self.lanes.filter(id__in=empty).delete()
-        owned = self.lanes_of(self.queued.filter(id__in=ids))
-        self.lanes.filter(id__in=owned).update(claim_token=claim.token, claimed_by=claim.worker_id)
-        return ids
-
-    def waiting_in(self, lane_id: int) -> QuerySet[Any]:
-        # Given as an equality, a planner may walk the primary key, which has the order too.
-        lane = self.queued.filter(lane_id__gte=lane_id, lane_id__lte=lane_id)
-        return lane.order_by("lane_id", "id").values_list("id", "status")
-
-    @staticmethod
-    def lanes_of(rows: QuerySet[QueuedEvent]) -> set[int]:
-        lanes = rows.order_by().values_list("lane_id", flat=True).distinct()
-        return {lane_id for lane_id in lanes if lane_id is not None}
+            waiting = self.queued.filter(lane_id=lane_id).order_by("id")
+            for row_id, status in waiting.values_list("id", "status")[:length]:
+                yield lane_id, row_id, status
 
     def ready_lanes(self, queue: str) -> QuerySet[EventLane]:
         return self.lanes.filter(queue=queue, claim_token__isnull=True, ready_at__lte=self.now)
@@ -78,23 +72,23 @@ class Lanes(Rows):
             ignore_conflicts=True,
         )
         lanes = self.lanes.filter(queue=queue, key__in=keys)
-        held = list(self.waiting_lock(lanes.order_by("id")).values_list("id", "key"))
+        list(self.waiting_lock(lanes.order_by("id")).values_list("id"))
         lanes.update(version=F("version") + 1)
-        for lane_id, key in held:
-            members = [row_id for row_id, its_key in found if its_key == key]
-            self.queued.filter(id__in=members).update(lane_id=lane_id)
+        of_their_key = lanes.filter(key=OuterRef("key")).values("id")[:1]
+        self.queued.filter(id__in=[row_id for row_id, _ in found]).update(
+            lane_id=Subquery(of_their_key)
+        )
 
     @retried
     def release_lanes(self, token: uuid.UUID, waits: dict[int, float]) -> None:
         """Give back lanes owned under this token: gone if empty, else ready after their wait."""
         with self.atomic():
-            mine = self.waiting_lock(
-                self.lanes.filter(id__in=waits, claim_token=token).order_by("id")
-            )
-            owned = set(mine.values_list("id", flat=True))
-            waiting = self.lanes_of(self.queued.filter(lane_id__in=owned))
-            self.lanes.filter(id__in=owned - waiting).delete()
-            for lane_id in waiting:
-                self.lanes.filter(id=lane_id).update(
-                    claim_token=None, claimed_by=None, ready_at=self.after(waits[lane_id])
+            mine = self.lanes.filter(id__in=waits, claim_token=token).order_by("id")
+            owned = set(self.waiting_lock(mine).values_list("id", flat=True))
+            still_needed = Exists(self.queued.filter(lane_id=OuterRef("id")))
+            self.lanes.filter(~still_needed, id__in=owned).delete()
+            for wait in set(waits.values()):
+                alike = [lane_id for lane_id in owned if waits[lane_id] == wait]
+                self.lanes.filter(id__in=alike).update(
+                    claim_token=None, claimed_by=None, ready_at=self.after(wait)
                 )

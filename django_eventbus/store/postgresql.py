@@ -17,7 +17,13 @@ from django.db import DatabaseError
 from django_eventbus.conf import settings
 from django_eventbus.events import Claim, ClaimedEvent, encode
 from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
-from django_eventbus.store.base import CLAIM_COLUMNS, MOVED_COLUMNS, Store, expect
+from django_eventbus.store.base import (
+    CLAIM_COLUMNS,
+    MOVED_COLUMNS,
+    Store,
+    expect,
+    keyed_share,
+)
 from django_eventbus.store.rows import Clock, retried
 from django_eventbus.store.settlements import Finished, NewEvent
 
@@ -96,6 +102,15 @@ SELECT EXISTS (
     ORDER BY namespace, queue, ready_at LIMIT 1
 )"""
 
+# Ordered by the lane too: with the id alone a planner may walk the primary key of the whole queue.
+_HEADS = f"""
+SELECT lane.id, head.id, head.status
+FROM unnest(%s::bigint[]) WITH ORDINALITY AS lane (id, place)
+CROSS JOIN LATERAL (
+    SELECT id, status FROM {QUEUE} WHERE lane_id = lane.id ORDER BY lane_id, id LIMIT %s
+) AS head
+ORDER BY lane.place, head.id"""
+
 _MOVED = ", ".join(MOVED_COLUMNS)
 
 _SETTLE = f"""
@@ -165,7 +180,7 @@ class PostgreSQLStore(Store):
                 self._keep_planner_on_indexes()
             if self._keys_wait(queue):
                 self._hold_registration(worker_id)
-                claimed = self._mark_claimed(claim, self.own_lanes(claim, limit))
+                claimed = self._mark_claimed(claim, self.own_lanes(claim, keyed_share(limit)))
             if len(claimed) < limit:
                 claimed += self._claim_ready(claim, limit - len(claimed))
         return claimed
@@ -183,6 +198,12 @@ class PostgreSQLStore(Store):
         with self.connection.cursor() as cursor:
             cursor.execute(_KEYS_WAIT, params)
             return bool(cursor.fetchone()[0])
+
+    def heads(self, lanes: list[int], length: int) -> list[tuple[int, int, str]]:
+        with self.connection.cursor() as cursor:
+            cursor.execute(_HEADS, (lanes, length))
+            found: list[tuple[int, int, str]] = cursor.fetchall()
+            return found
 
     def _claim_ready(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
         floor = self._floors.get(claim.queue)

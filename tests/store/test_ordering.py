@@ -25,9 +25,16 @@ def settle(store, events, delay=None):
     store.release_lanes(token, {event.lane_id: delay or 0.0 for event in events})
 
 
+def test_neither_keyed_nor_other_events_starve_the_rest(store, worker_id):
+    publish_many((("keyed", n) for n in range(50)), key="a")
+    publish_many(("free", n) for n in range(50))
+    types = [event.type for event in claim(store, worker_id, 20)]
+    assert types.count("keyed") == types.count("free") == 10
+
+
 def test_a_key_is_owned_by_one_claim_at_a_time(store, worker_id):
     publish_many((("step", n) for n in range(4)), key="order:1")
-    first = claim(store, worker_id, 2)
+    first = claim(store, worker_id, 4)
     assert [event.payload_json for event in first] == ["0", "1"]
     assert claim(store, worker_id) == []
     settle(store, first)
