@@ -232,10 +232,13 @@ class WorkerLoop:
         self._fit_batch(len(events), time.monotonic() - started)
 
     def _fit_batch(self, size: int, seconds: float) -> None:
-        """As many as take about a second: fast handlers get large batches, slow ones share."""
+        """As many as take about a second: fast handlers get large batches, slow ones share.
+
+        Half a batch is as good as a full one: keyed events alone get no more of a claim.
+        """
         if seconds > BATCH_SECONDS:
             self._batch = max(1, int(size * BATCH_SECONDS / seconds))
-        elif size >= self._batch and seconds < BATCH_SECONDS / 2:
+        elif size * 2 >= self._batch and seconds < BATCH_SECONDS / 2:
             self._batch = min(self._batch * 2, self.options.batch_size)
 
     def upkeep(self) -> None:

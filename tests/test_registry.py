@@ -3,6 +3,7 @@
 import functools
 import re
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -139,6 +140,27 @@ def test_higher_priority_goes_first_then_registration_order():
     for name, priority in [("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", 0)]:
         subscribe("order.*", ignore, name=name, priority=priority)
     assert names_for("order.placed") == ["b", "d", "a", "e", "c"]
+
+
+def test_a_handler_without_a_priority_stands_between_the_higher_and_the_lower():
+    """M11."""
+    subscribe("x", ignore, name="lower", priority=-1)
+    subscribe("x", ignore, name="none")
+    subscribe("x", ignore, name="higher", priority=1)
+    assert names_for("x") == ["higher", "none", "lower"]
+
+
+@pytest.mark.parametrize("priority", ["high", 1.5, None])
+def test_a_priority_that_is_no_integer_is_refused(priority):
+    """M11: it would break the order of all."""
+    with pytest.raises(EventBusError, match="the priority of"):
+        subscribe("x", ignore, priority=priority)
+
+
+def test_who_handles_a_type_is_looked_up_once():
+    """M22: a worker asks for every event."""
+    subscribe("x", ignore)
+    assert registry.handlers_for("x") is registry.handlers_for("x")
 
 
 def test_only_those_are_called_who_asked():
@@ -355,9 +377,19 @@ def test_one_function_may_be_registered_twice_under_names_of_their_own():
 
 
 def test_a_module_that_is_imported_again_registers_its_handlers_once():
+    reloaded = types.FunctionType(ignore.__code__, ignore.__globals__, "ignore")
+    assert reloaded is not ignore
     subscribe("x", ignore)
-    subscribe("x", ignore)
-    assert names_for("x") == ["tests.test_registry.ignore"]
+    subscribe("x", reloaded)
+    (found,) = registry.handlers_for("x").all
+    assert found.func is reloaded
+
+
+def test_the_same_closure_may_be_registered_again():
+    closure = make_handler(1)
+    subscribe("x", closure)
+    subscribe("x", closure)
+    assert len(registry.handlers_for("x").all) == 1
 
 
 def make_handler(number):

@@ -323,6 +323,13 @@ def test_percent_signs_in_a_message_are_just_text(capture):
     assert "100 %s %d %(x)s" in line.getMessage()
 
 
+def test_a_line_is_cut_from_the_first_character_too_many():
+    assert one_line("x" * 300) == "x" * 300
+    assert one_line("x" * 301) == "x" * 300 + "…"
+    assert one_line("abcd", 4) == "abcd"
+    assert one_line("abcde", 4) == "abcd…"
+
+
 @unhurried
 @given(st.text(st.characters(), max_size=50), st.integers(1, 30))
 def test_whatever_the_text_it_becomes_one_printable_line_of_limited_length(text, limit):

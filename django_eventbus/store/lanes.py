@@ -74,7 +74,7 @@ class Lanes(Rows):
         lanes = self.lanes.filter(queue=queue, key__in=keys)
         list(self.waiting_lock(lanes.order_by("id")).values_list("id"))
         lanes.update(version=F("version") + 1)
-        of_their_key = lanes.filter(key=OuterRef("key")).values("id")[:1]
+        of_their_key = self.lanes.filter(queue=queue, key=OuterRef("key")).values("id")[:1]
         self.queued.filter(id__in=[row_id for row_id, _ in found]).update(
             lane_id=Subquery(of_their_key)
         )
