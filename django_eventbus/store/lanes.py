@@ -85,10 +85,13 @@ class Lanes(Rows):
         with self.atomic():
             mine = self.lanes.filter(id__in=waits, claim_token=token).order_by("id")
             owned = set(self.waiting_lock(mine).values_list("id", flat=True))
-            still_needed = Exists(self.queued.filter(lane_id=OuterRef("id")))
-            self.lanes.filter(~still_needed, id__in=owned).delete()
-            for wait in set(waits.values()):
-                alike = [lane_id for lane_id in owned if waits[lane_id] == wait]
+            # Asked for first: a DELETE with the condition in it locks every lane it looks at, on
+            # MariaDB until it ends.
+            has_events = Exists(self.queued.filter(lane_id=OuterRef("id")))
+            needed = set(self.lanes.filter(has_events, id__in=owned).values_list("id", flat=True))
+            self.lanes.filter(id__in=owned - needed).delete()
+            for wait in {waits[lane_id] for lane_id in needed}:
+                alike = [lane_id for lane_id in needed if waits[lane_id] == wait]
                 self.lanes.filter(id__in=alike).update(
                     claim_token=None, claimed_by=None, ready_at=self.after(wait)
                 )
