@@ -407,7 +407,7 @@ def _plain(value: Any) -> Any:
     """As JSON can hold it; moments to the microsecond, which Django's encoder would cut."""
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, datetime | day_time):
+    if isinstance(value, datetime) or (isinstance(value, day_time) and value.tzinfo is None):
         return value.isoformat()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}

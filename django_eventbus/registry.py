@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from asgiref.sync import iscoroutinefunction
+
 from django_eventbus.conf import settings
 from django_eventbus.events import MAX_NAME_LENGTH, Event, check_name, class_for
 from django_eventbus.exceptions import DuplicateHandlerError, EventBusError
@@ -95,7 +97,7 @@ def subscribe(
     executor: str = "worker",
 ) -> Handler:
     """Register a handler and return its subscription, which has an ``id``."""
-    is_async = inspect.iscoroutinefunction(func)
+    is_async = iscoroutinefunction(func) or iscoroutinefunction(type(func).__call__)
     new = Handler(
         name=name if name is not None else default_name(func),
         func=func,
@@ -123,6 +125,8 @@ def _check(new: Handler) -> None:
             raise EventBusError(
                 f"{new.name} can handle a type name, a pattern or an Event class, not {each!r}"
             )
+    if inspect.isgeneratorfunction(new.func) or inspect.isasyncgenfunction(new.func):
+        raise EventBusError(f"{new.name} is a generator: calling it runs nothing of it")
     if new.is_async and new.atomic:
         raise EventBusError(
             f"{new.name} is async and cannot be atomic: Django has no async transactions"

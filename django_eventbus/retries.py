@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +89,8 @@ def decide(
         return GiveUpAtOnce()
     if failures > policy.max_retries:
         return GiveUp()
-    if isinstance(error, Retry) and error.delay is not None and error.delay == error.delay:
-        return RetryIn(min(max(0.0, error.delay), A_CENTURY))
+    asked = error.delay if isinstance(error, Retry) else None
+    if isinstance(asked, int | float) and not math.isnan(asked):
+        return RetryIn(min(max(0.0, asked), A_CENTURY))
     wait = policy.wait_before(failures + 1)
     return RetryIn(wait * (1 + policy.jitter * (2 * rand() - 1)))

@@ -139,6 +139,10 @@ def test_an_event_class_is_found_by_its_type_name():
     assert class_for("test-events.parcel.lost") is None
 
 
+def test_the_first_version_of_an_event_is_1():
+    assert EverythingHappened.event_version == 1
+
+
 def test_an_event_without_type_name_is_abstract_and_cannot_be_published():
     with pytest.raises(UnknownEventError, match="Parcel is abstract"):
         to_payload(Parcel(parcel_id=1))
@@ -615,6 +619,15 @@ def test_a_payload_may_be_nested_64_deep_and_no_deeper():
     check_payload(nested(64))
     with pytest.raises(InvalidPayloadError, match="is nested more than 64 deep"):
         check_payload(nested(65))
+
+
+def test_a_database_may_allow_less_depth_but_not_more():
+    """M25."""
+    check_payload(nested(31), depth=31)
+    with pytest.raises(InvalidPayloadError, match="is nested more than 31 deep"):
+        check_payload(nested(32), depth=31)
+    with pytest.raises(InvalidPayloadError, match="is nested more than 64 deep"):
+        check_payload(nested(65), depth=1000)
 
 
 @pytest.mark.parametrize("step", [lambda inner: [inner], lambda inner: {"a": inner}])

@@ -361,6 +361,16 @@ def test_many_events_of_both_kinds_may_come_from_a_generator():
     assert len(set(QueuedEvent.objects.values_list("event_id", flat=True))) == 3
 
 
+def test_many_events_without_options_are_like_single_ones_without_options():
+    publish("order.placed", {})
+    publish_many([("order.placed", {})])
+    alike = ("namespace", "queue", "version", "headers", "key", "priority", "producer", "caused_by")
+    alike += ("attempts", "crashes", "status", "available_at", "claim_token", "dedup_key")
+    one, many = QueuedEvent.objects.order_by("id").values(*alike)
+    assert one == many
+    assert one["priority"] == 0
+
+
 def test_many_is_one_statement_per_thousand():
     if connection.vendor != "postgresql":
         pytest.skip("the portable store is bound by the number of parameters of a statement")
@@ -847,8 +857,11 @@ def test_a_database_that_is_named_is_used_and_checked(elsewhere, settings):
     publish("order.placed", {}, using=elsewhere)
     with transaction.atomic(), pytest.raises(ForeignTransactionError, match="'elsewhere'"):
         publish("order.placed", {}, using=elsewhere)
+    settings.EVENTBUS = {"FOREIGN_TRANSACTION": "allow"}
+    with transaction.atomic():
+        publish("order.placed", {}, using=elsewhere)
     assert queued() == []
-    assert QueuedEvent.objects.using(elsewhere).count() == 1
+    assert QueuedEvent.objects.using(elsewhere).count() == 2
 
 
 # -- announcements

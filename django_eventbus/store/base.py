@@ -118,7 +118,9 @@ class Store(Lanes, Recovery):
                 return event
             if inserted.update(claim_token=None):
                 event.claim_token = None
-                event.pk = rows.values_list("pk", flat=True).get(event_id=event.event_id)
+                event.pk, event.created_at = rows.values_list("pk", "created_at").get(
+                    event_id=event.event_id
+                )
                 return None
             same = Q(event_id=event.event_id)
             if event.dedup_key is not None:
