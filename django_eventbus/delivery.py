@@ -257,10 +257,15 @@ class Deliverer:
         self.watch.start(event.row_id, handler.stored_name, handler.deadline)
         now_handling(event.event_id)
         try:
-            handler.func(envelope)
+            result = handler.func(envelope)
         finally:
             now_handling(None)
             self.watch.stop()
+        if asyncio.iscoroutine(result):
+            result.close()
+            raise EventBusError(
+                f"{handler.name} gave a coroutine that nobody awaits: declare it with async def"
+            )
 
     @staticmethod
     def _envelope(progress: Progress, handler: Handler) -> Envelope[Any]:

@@ -83,6 +83,10 @@ def class_for(type_name: str) -> type[Event] | None:
     return _classes.get(type_name)
 
 
+def classes_declared() -> int:
+    return len(_classes)
+
+
 def _remember(type_name: str, cls: type[Event]) -> None:
     known = _classes.get(type_name)
     same_source = known and (known.__module__, known.__qualname__) == (

@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 from asgiref.sync import iscoroutinefunction
 
 from django_eventbus.conf import settings
-from django_eventbus.events import MAX_NAME_LENGTH, Event, check_name, class_for
+from django_eventbus.events import (
+    MAX_NAME_LENGTH,
+    Event,
+    check_name,
+    class_for,
+    classes_declared,
+)
 from django_eventbus.exceptions import DuplicateHandlerError, EventBusError
 from django_eventbus.retries import A_CENTURY, RetryPolicy
 
@@ -184,6 +190,7 @@ class Registry:
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
         self._by_type: dict[str, HandlersOfType] = {}
+        self._classes_known = 0
         self._positions = itertools.count()
         self._lock = threading.Lock()
 
@@ -214,6 +221,9 @@ class Registry:
             self._by_type = {}
 
     def handlers_for(self, type_name: str) -> HandlersOfType:
+        if self._classes_known != classes_declared():
+            # A class declared after its type was looked up has handlers of its bases.
+            self._classes_known, self._by_type = classes_declared(), {}
         memory = self._by_type
         found = memory.get(type_name)
         if found is None:

@@ -487,6 +487,17 @@ def test_a_plain_handler_that_leaves_a_transaction_open_fails(transactional_db):
     assert notes() == []
 
 
+def test_a_coroutine_that_nobody_would_await_is_a_failure():
+    async def work(event):
+        effect(event)
+
+    handler("x", name="h", retry=ONCE)(lambda event: work(event))
+    event = publish("x", {})
+    drain()
+    assert logged(event).status == "FAILED"
+    assert "nobody awaits" in logged(event).errors[0]["message"]
+
+
 def test_async_handlers_overlap(transactional_db):
     """Each waits for the other: one after the other they would wait for ever."""
     both = threading.Barrier(2, timeout=10)

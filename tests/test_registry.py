@@ -551,3 +551,19 @@ def test_hints_name_the_likely_word_else_all_there_are():
     assert did_you_mean("defualt", ["default", "mail"]) == "; did you mean 'default'?"
     assert did_you_mean("zzz", ["mail", "default"]) == "; choose from 'default', 'mail'"
     assert did_you_mean("zzz", []) == ""
+
+
+def test_a_class_declared_after_a_look_has_the_handlers_of_its_base():
+    """M19."""
+
+    class Base(Event):
+        number: int
+
+    subscribe(Base, ignore, name="base")
+    assert names_for("late.declared") == []
+
+    class Late(Base, type="late.declared"):
+        pass
+
+    assert names_for("late.declared") == ["base"]
+    assert Late.event_type == "late.declared"
