@@ -12,6 +12,7 @@ import pytest
 from django.core.management import load_command_class
 from django.core.management.base import BaseCommand
 
+import django_eventbus
 from django_eventbus import RetryPolicy, checks, conf
 from django_eventbus.management import commands
 
@@ -110,3 +111,8 @@ def sub_commands(parser):
 
 def everything_django_has():
     return own_options(BaseCommand().create_parser("manage.py", "any"))
+
+
+def test_every_public_name_is_in_the_reference():
+    text = page("api")
+    assert [name for name in django_eventbus.__all__ if name not in text] == []
