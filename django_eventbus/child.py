@@ -30,6 +30,7 @@ def main(options: dict[str, Any], worker_id: uuid.UUID, memory: Any, lifeline: A
     threading.Thread(target=_follow_parent, args=(lifeline, worker), daemon=True).start()
     worker.run()
     end_of_process()
+    worker.board.finish()
     sys.stdout.flush()
     # Not sys.exit: it would wait for the threads of handlers that outlived their welcome.
     os._exit(EVICTED if worker.evicted else 0)

@@ -7,6 +7,7 @@ same board from outside and kills the process.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import signal
 import struct
@@ -17,8 +18,10 @@ from typing import Any
 from django_eventbus.exceptions import HandlerTimeout
 
 LOOK_EVERY = 0.05
+#: psycopg looks for signals when 100 ms have passed undisturbed: do not disturb it more often.
+AGAIN_AFTER = 0.5
 
-_COUNTERS = struct.Struct("<qqq")
+_COUNTERS = struct.Struct("<qqqq")
 _SLOT = struct.Struct("<qd200s")
 _ROW_ID = struct.Struct("<q")
 
@@ -55,13 +58,19 @@ class Board:
 
     def count(self, handled: int, failed: int, dead: int) -> None:
         before = self.counted()
-        _COUNTERS.pack_into(
-            self._memory, 0, before[0] + handled, before[1] + failed, before[2] + dead
-        )
+        sums = (before[0] + handled, before[1] + failed, before[2] + dead)
+        _COUNTERS.pack_into(self._memory, 0, *sums, 0)
 
     def counted(self) -> tuple[int, int, int]:
-        handled, failed, dead = _COUNTERS.unpack_from(self._memory, 0)
+        handled, failed, dead, _ = _COUNTERS.unpack_from(self._memory, 0)
         return handled, failed, dead
+
+    def finish(self) -> None:
+        """The worker ends because it is done, and not because a handler said exit(0)."""
+        _COUNTERS.pack_into(self._memory, 0, *self.counted(), 1)
+
+    def finished(self) -> bool:
+        return bool(_COUNTERS.unpack_from(self._memory, 0)[3])
 
     def _offset(self, thread: int) -> int:
         return _COUNTERS.size + thread * _SLOT.size
@@ -77,6 +86,9 @@ class Watch:
         self._is_main = threading.current_thread() is threading.main_thread()
         self._lock = threading.Lock()
         self._deadline: float | None = None
+        self._interrupted_at = 0.0
+        #: The driver's connection of this thread, whose query can be cancelled from outside.
+        self.driver: Any = None
 
     def start(self, row_id: int, handler: bytes, seconds: float) -> None:
         self._deadline = time.monotonic() + seconds
@@ -97,17 +109,22 @@ class Watch:
         return deadline is not None and time.monotonic() > deadline
 
     def interrupt(self) -> None:
-        """Called by the watchdog: make the handler's thread raise HandlerTimeout, once."""
+        """Called by the watchdog: make the handler's thread raise HandlerTimeout."""
+        if time.monotonic() - self._interrupted_at < AGAIN_AFTER:
+            return
+        self._interrupted_at = time.monotonic()
         if self._is_main:
             # A signal also ends a system call; its receiver looks whether it is still overdue.
             signal.pthread_kill(self._ident, signal.SIGALRM)
             return
         with self._lock:
             if self.overdue():
-                self._deadline = None
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._ident), ctypes.py_object(HandlerTimeout)
                 )
+                # Raised when Python runs again; a query it waits for has to end first.
+                with contextlib.suppress(Exception):
+                    self.driver.cancel()
 
     def on_alarm(self, signum: int, frame: Any) -> None:
         if self.overdue():

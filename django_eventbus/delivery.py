@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from django.db import Error, InterfaceError, OperationalError
+from django.db import Error
 
 from django_eventbus import failures
 from django_eventbus.conf import settings
@@ -37,8 +37,9 @@ from django_eventbus.store import (
     Progressed,
     Settlement,
     Store,
+    is_trouble,
 )
-from django_eventbus.transactions import GroupLostError, GroupTransaction
+from django_eventbus.transactions import GroupLostError, GroupTransaction, in_transaction
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -46,6 +47,7 @@ T = TypeVar("T")
 GROUP_SECONDS = 0.05
 GROUP_SAVEPOINTS = 50
 LOOP_GRACE = 1.0
+NO_ROW = -1
 
 
 @dataclass(slots=True)
@@ -160,6 +162,7 @@ class Deliverer:
     def deliver(self, events: list[ClaimedEvent]) -> Tally:
         """Run the handlers of a claim's events; give back what a shutdown leaves unstarted."""
         batch = Batch(token=events[0].claim.token)
+        self.watch.driver = self.store.connection.connection
         waiting = []
         for event in events:
             if event.crashes >= settings.MAX_CRASHES:
@@ -191,7 +194,7 @@ class Deliverer:
         settlements: list[Settlement] = []
         full_at = time.monotonic() + GROUP_SECONDS
         try:
-            with GroupTransaction(self.store.using) as group:
+            with self._transaction() as group:
                 while grouped and len(members) < self._group_size and not self.stopping():
                     progress = grouped.popleft()
                     if batch.is_blocked(progress):
@@ -217,6 +220,24 @@ class Deliverer:
                 else:
                     self._committed(batch, progress, settlement)
 
+    def _transaction(self) -> GroupTransaction:
+        return GroupTransaction(self.store.using, self._guarded)
+
+    def _guarded(self, hook: Callable[[], Any]) -> Callable[[], Any]:
+        """An on_commit callback has a deadline too, and can only harm itself."""
+
+        def run() -> None:
+            self.watch.start(NO_ROW, b"on_commit", settings.HANDLER_TIMEOUT)
+            try:
+                try:
+                    hook()
+                finally:
+                    self.watch.stop()
+            except BaseException:
+                logger.exception("an on_commit callback of a handler failed: %r", hook)
+
+        return run
+
     def _run_atomic(
         self, progress: Progress, handlers: list[Handler], group: GroupTransaction
     ) -> None:
@@ -238,6 +259,8 @@ class Deliverer:
             for handler in handlers:
                 self._call(progress, handler)
             group.keep()
+        except GroupLostError:
+            raise
         except BaseException as error:
             try:
                 group.undo()
@@ -302,6 +325,8 @@ class Deliverer:
             each.forget()
             if each.event.lane_id is not None:
                 batch.blocked.pop(each.event.lane_id, None)
+        lanes = (each.event.lane_id for each in batch.unstarted)
+        passed_over = {lane_id for lane_id in lanes if lane_id is not None}
         held = self._still_held(batch, members)
         for each in members:
             if each.event.row_id not in held:
@@ -310,6 +335,9 @@ class Deliverer:
                 batch.unstarted.append(each)
             else:
                 self._run_alone(batch, each)
+        # Their heads may have made it now, but nothing may overtake what was passed over.
+        for lane_id in passed_over:
+            batch.blocked.setdefault(lane_id, 0.0)
 
     def _still_held(self, batch: Batch, members: list[Progress]) -> set[int]:
         """Also the answer to a COMMIT whose reply was lost: what was settled is not held."""
@@ -333,7 +361,7 @@ class Deliverer:
     ) -> Settlement | None:
         """None if the event is not ours any more."""
         try:
-            with GroupTransaction(self.store.using) as group:
+            with self._transaction() as group:
                 self._run_atomic(progress, handlers, group)
                 settlement = progress.settlement()
                 self._settle(batch, [settlement])
@@ -378,19 +406,22 @@ class Deliverer:
             self._run_outside(batch)
         except Exception as error:
             # A fault of our own, and this event's: it must not take the others with it again.
-            if isinstance(error, OperationalError | InterfaceError):
+            if is_trouble(error):
                 raise
             logger.exception("%s could not be delivered", progress.event.event_id)
-            self.take_back(batch.token, error, [progress.event])
+            self.take_back(batch.token, error, progress.event, only_this=True)
+            if progress.event.lane_id is not None:
+                batch.blocked.setdefault(progress.event.lane_id, 0.0)
         finally:
             self._announce(progress, runs=False)
 
-    def take_back(self, token: uuid.UUID, error: Exception, events: list[ClaimedEvent]) -> None:
+    def take_back(
+        self, token: uuid.UUID, error: Exception, event: ClaimedEvent, *, only_this: bool = False
+    ) -> None:
         """Nobody may wait for events that this living worker forgot: blame them, free them."""
-        record = failures.describe(error, handler="", attempt=0, at=events[0].database_now()) | {
-            "type": "WorkerCrashed"
-        }
-        ids = [event.row_id for event in events]
+        record = failures.describe(error, handler="", attempt=0, at=event.database_now())
+        record["type"] = "WorkerCrashed"
+        ids = [event.row_id] if only_this else None
         self._drop_connection()
         self.ride_out(lambda: self.store.recover_claim(token, error=record, ids=ids))
 
@@ -424,16 +455,26 @@ class Deliverer:
             for progress in members
         }
         for progress in members:
+            if self.stopping() and not running[id(progress)]:
+                batch.unstarted.append(progress)
+                continue
             for handler in progress.outside:
                 if not handler.is_async:
                     self._run_plain(progress, handler)
+            if not running[id(progress)]:
+                self._settle_outside(batch, progress)
         for progress in members:
             for handler, started, future in running[id(progress)]:
                 self._collect_async(progress, handler, started, future)
-            settlement = progress.settlement()
-            batch.note(progress, settlement)
-            if self._settle_now(batch, settlement):
-                self._committed(batch, progress, settlement)
+            if running[id(progress)]:
+                self._settle_outside(batch, progress)
+
+    def _settle_outside(self, batch: Batch, progress: Progress) -> None:
+        """At once: what it did outside cannot be taken back if the worker dies."""
+        settlement = progress.settlement()
+        batch.note(progress, settlement)
+        if self._settle_now(batch, settlement):
+            self._committed(batch, progress, settlement)
 
     def _run_plain(self, progress: Progress, handler: Handler) -> None:
         started = time.monotonic()
@@ -447,12 +488,20 @@ class Deliverer:
             progress.succeed(handler.name, time.monotonic() - started)
 
     def _require_clean_connection(self) -> None:
+        """What a handler leaves open would swallow the settlements of all that follow."""
         connection = self.store.connection
-        if connection.in_atomic_block and not connection.atomic_blocks[0]._from_testcase:
+        if connection.in_atomic_block:
+            if connection.atomic_blocks[0]._from_testcase:
+                return
             connection.in_atomic_block = False
             connection.atomic_blocks.clear()
             connection.savepoint_ids.clear()
-            raise EventBusError("the handler left an atomic() block open")
+        elif connection.connection is None or (
+            connection.get_autocommit() and not in_transaction(connection)
+        ):
+            return
+        connection.close()
+        raise EventBusError("the handler left a transaction open")
 
     def _start_async(self, progress: Progress, handler: Handler) -> Future[None]:
         envelope = self._envelope(progress, handler)
@@ -519,8 +568,8 @@ class Deliverer:
         while True:
             try:
                 return action()
-            except (OperationalError, InterfaceError) as error:
-                if self.store.connection.in_atomic_block:
+            except Error as error:
+                if self.store.connection.in_atomic_block or not is_trouble(error):
                     raise
                 self.store.connection.close()
                 if self.stopping():

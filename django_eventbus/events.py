@@ -46,6 +46,7 @@ from django_eventbus.exceptions import (
 
 MAX_NAME_LENGTH = 200
 MAX_INTEGER_BITS = 1024
+MAX_VERSION = 32767
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -68,6 +69,8 @@ class Event:
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
         cls.event_type = type
         cls.event_version = version
+        if not isinstance(version, int) or not 1 <= version <= MAX_VERSION:
+            raise InvalidPayloadError(f"the version of {cls.__name__} must be 1 to {MAX_VERSION}")
         if type is not None:
             check_name(type, "the event type")
             _remember(type, cls)

@@ -32,6 +32,7 @@ from django_eventbus.store import NewEvent, default_alias, store_for
 from django_eventbus.store.base import INSERT_CHUNK
 
 MAX_PRIORITY = 32767
+LAST_YEAR = 2999
 
 
 def publish(
@@ -167,6 +168,8 @@ class Options:
             not isinstance(self.at, datetime) or timezone.is_naive(self.at)
         ):
             raise InvalidPayloadError(f"at must be a datetime with a time zone: {self.at!r}")
+        if self.at is not None and not 1970 <= self.at.year <= LAST_YEAR:
+            raise InvalidPayloadError(f"at must be between 1970 and {LAST_YEAR}: {self.at!r}")
         if self.delay is not None:
             try:
                 allowed = timedelta(0) <= self.delay_time <= timedelta(days=36500)

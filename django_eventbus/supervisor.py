@@ -21,13 +21,13 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from django.db import InterfaceError, OperationalError, connections
+from django.db import Error, connections
 
 from django_eventbus import child as child_module
 from django_eventbus.conf import settings
 from django_eventbus.deadlines import Board
 from django_eventbus.models import EventWorker
-from django_eventbus.store import store_for
+from django_eventbus.store import is_trouble, store_for
 from django_eventbus.worker import WorkerOptions, new_registration
 
 logger = logging.getLogger(__name__)
@@ -46,8 +46,9 @@ class Child:
     board: Board
     lifeline: Connection
     started: float = field(default_factory=time.monotonic)
-    #: Why we killed it, if we did.
+    #: Why we killed it, if we did, and the row to blame for it.
     verdict: str = ""
+    guilty: int | None = None
 
     def overdue(self) -> tuple[int, str] | None:
         """A handler that ran past its deadline and could not be interrupted from inside."""
@@ -163,6 +164,7 @@ class Supervisor:
             overdue = each.overdue()
             if overdue and not each.verdict:
                 logger.error("handler %s ignores its deadline; its process is killed", overdue[1])
+                each.guilty = overdue[0]
                 self._kill(each, f"{overdue[1]} ran past its deadline and had to be killed")
 
     @staticmethod
@@ -178,7 +180,7 @@ class Supervisor:
             self._ended = tuple(a + b for a, b in zip(self._ended, handled, strict=True))  # type: ignore[assignment]
             each.lifeline.close()
             code = each.process.exitcode
-            if code == 0:
+            if code == 0 and each.board.finished():
                 self._riding_out(partial(self.store.dismiss, each.registration.pk))
             else:
                 self._bury(each, code)
@@ -186,8 +188,9 @@ class Supervisor:
     def _bury(self, child: Child, code: int | None) -> None:
         """Blame what was running, give back the rest, and replace the child."""
         running = child.board.running()
+        blamed = self._riding_out(partial(self._blamed, child))
         error = {
-            "handler": running[0][2] if running else "",
+            "handler": next((name for row_id, _, name in running if row_id in blamed), ""),
             "type": "TimeoutError" if "deadline" in child.verdict else "WorkerCrashed",
             "message": child.verdict or f"the worker process ended with {_described(code)}",
             "traceback": "",
@@ -195,7 +198,7 @@ class Supervisor:
         recovered = self._riding_out(
             lambda: self.store.recover_worker(
                 child.registration.pk,
-                blamed=[row_id for row_id, *_ in running],
+                blamed=blamed,
                 error=error,
                 crashed=not self.stopping,
             )
@@ -212,6 +215,13 @@ class Supervisor:
                 self.exit_code = 1
         else:
             self._owe_start(healthy=time.monotonic() - child.started > HEALTHY_AFTER)
+
+    def _blamed(self, child: Child) -> set[int]:
+        """What it was killed for; else the suspects among what ran, if any did; else all of it."""
+        if child.guilty is not None:
+            return {child.guilty}
+        running = {row_id for row_id, *_ in child.board.running()}
+        return running & self.store.suspects_of(child.registration.pk) or running
 
     def _owe_start(self, *, healthy: bool) -> None:
         """At once the first time, then slower and slower while children keep dying young."""
@@ -248,27 +258,41 @@ class Supervisor:
         ours = {each.registration.pk for each in self.children}
         try:
             self._taken_for_dead |= ours - self.store.renew(ours)
-        except (OperationalError, InterfaceError) as error:
+        except Error as error:
             logger.warning("registrations could not be renewed: %s", error)
             self.store.connection.close()
 
-    def _riding_out(self, action: Callable[[], T]) -> T | object:
+    def _riding_out(self, action: Callable[[], T]) -> T | Any:
         """Our own writes wait for a lost database, saying so, but not longer than a shutdown."""
         wait = 0.2
         while True:
             try:
                 return action()
-            except (OperationalError, InterfaceError) as error:
+            except Error as error:
+                if not is_trouble(error):
+                    raise
                 self.store.connection.close()
-                forced = self._signals > 1 or (self._stop_told and time.monotonic() > self._stop_by)
-                if forced or (self.stopping and not self.children):
-                    return _GAVE_UP
                 logger.warning("the database does not answer, next try in %.1f s: %s", wait, error)
-                time.sleep(wait)
+                if self._gave_up_after(wait):
+                    return _GAVE_UP
                 wait = min(wait * 2, 5.0)
 
+    def _gave_up_after(self, wait: float) -> bool:
+        """Wait, but go on listening to signals and watching the children's deadlines."""
+        until = time.monotonic() + wait
+        while time.monotonic() < until:
+            time.sleep(min(TICK, wait))
+            self._obey()
+            self._enforce_deadlines()
+            alive = any(each.process.is_alive() for each in self.children)
+            forced = self._signals > 1 or (self._stop_told and time.monotonic() > self._stop_by)
+            if self.stopping and (forced or not alive):
+                return True
+        return False
 
-_GAVE_UP = object()
+
+#: What is left to others when the shutdown does not wait any longer.
+_GAVE_UP: Any = frozenset()
 
 
 def _described(code: int | None) -> str:

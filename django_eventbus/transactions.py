@@ -8,6 +8,8 @@ asks for a cursor, and on databases with one writer so is the transaction itself
 from __future__ import annotations
 
 import itertools
+import re
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +17,8 @@ from django.db import Error, connections
 from django.db.transaction import Atomic
 
 from django_eventbus.exceptions import BrokenTransactionError, EventBusError
+
+Hook = Callable[[], Any]
 
 
 class GroupLostError(EventBusError):
@@ -24,13 +28,14 @@ class GroupLostError(EventBusError):
 class GroupTransaction:
     """``start`` before each handler, then ``keep`` or ``undo`` what it did; commits on exit."""
 
-    def __init__(self, using: str) -> None:
+    def __init__(self, using: str, guard: Callable[[Hook], Hook]) -> None:
         self.connection: Any = connections[using]
+        self.guard = guard
         self.savepoints = 0
         self._atomic = Atomic(using, savepoint=True, durable=False)
         self._begin_owed = False
         self._savepoint_owed = False
-        self._touching = self._handler_runs = False
+        self._touching = self._handler_runs = self._began = False
         self._sid = ""
         self._blocks = self._ids = 0
 
@@ -67,9 +72,9 @@ class GroupTransaction:
         del connection.atomic_blocks[self._own_blocks :]
         del connection.savepoint_ids[self._own_ids :]
         if self._outermost and exc_type is None:
-            # A callback that raises would keep the callbacks of other events from running.
+            # A callback that raises or hangs would keep those of other events from running.
             connection.run_on_commit = [
-                (sids, func, True) for sids, func, _ in connection.run_on_commit
+                (sids, self.guard(func), True) for sids, func, _ in connection.run_on_commit
             ]
         self._atomic.__exit__(exc_type, exc, traceback)
 
@@ -90,6 +95,9 @@ class GroupTransaction:
         connection = self.connection
         if connection.closed_in_transaction or not connection.in_atomic_block:
             raise GroupLostError("a handler closed the connection or ended the transaction")
+        if self._began and in_transaction(connection) is False:
+            # Past Django, on the driver's own connection: no savepoint may be there to miss.
+            raise GroupLostError("a handler ended the transaction")
         if connection.needs_rollback:
             raise BrokenTransactionError(
                 "the handler left its transaction marked for rollback: it swallowed a database "
@@ -136,14 +144,20 @@ class GroupTransaction:
 
     def _on_execute(self, execute: Any, sql: Any, params: Any, many: Any, context: Any) -> Any:
         self._touch()
-        if self._handler_runs and not self._touching and _ends_transaction(sql):
+        if self._handler_runs and not self._touching and self._would_end(str(sql)):
             raise BrokenTransactionError(
                 f"{sql} would end the worker's transaction, with the work of other events in it; "
                 "a handler that needs transactions of its own declares @handler(..., atomic=False)"
             )
         return execute(sql, params, many, context)
 
+    def _would_end(self, sql: str) -> bool:
+        if _ENDS.search(sql):
+            return True
+        return not self.connection.features.can_rollback_ddl and bool(_COMMITS_SILENTLY.match(sql))
+
     def _touch(self) -> None:
+        self._began = True
         if self._touching or not (self._begin_owed or self._savepoint_owed):
             return
         self._touching = True
@@ -159,12 +173,29 @@ class GroupTransaction:
             self._touching = False
 
 
-_ENDINGS = ("COMMIT", "ROLLBACK", "END", "ABORT", "BEGIN", "START TRANSACTION")
+_NOISE = r"(?:\s|/\*.*?\*/|--[^\n]*\n)*"
+_ENDS = re.compile(
+    rf"\A{_NOISE}(?:COMMIT|ROLLBACK(?!\s+(?:WORK\s+)?TO\b)|END|ABORT|BEGIN|START\s+TRANSACTION"
+    r"|PREPARE\s+TRANSACTION)\b"
+    rf"|;{_NOISE}(?:COMMIT|ROLLBACK(?!\s+(?:WORK\s+)?TO\b))\b",
+    re.IGNORECASE | re.DOTALL,
+)
+# Databases that cannot roll back a change of the schema commit everything before it.
+_COMMITS_SILENTLY = re.compile(
+    rf"\A{_NOISE}(?:CREATE(?!\s+TEMPORARY)|ALTER|DROP(?!\s+TEMPORARY)|TRUNCATE|RENAME|LOCK|UNLOCK"
+    r"|GRANT|REVOKE)\b",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
-def _ends_transaction(sql: object) -> bool:
-    text = str(sql)[:40].lstrip().upper()
-    return text.startswith(_ENDINGS) and not text.startswith("ROLLBACK TO")
+def in_transaction(connection: Any) -> bool | None:
+    """What the driver says; None if it cannot tell."""
+    raw = connection.connection
+    if hasattr(raw, "in_transaction"):
+        return bool(raw.in_transaction)
+    if hasattr(raw, "pgconn"):
+        return bool(raw.pgconn.transaction_status)
+    return None
 
 
 _numbers = itertools.count(1)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from django.db import InterfaceError, OperationalError, connections
+from django.db import Error, connections
 
 from django_eventbus import publishing
 from django_eventbus.conf import settings
@@ -25,7 +25,7 @@ from django_eventbus.delivery import AsyncLoop, Deliverer, Suspects, Tally
 from django_eventbus.events import ClaimedEvent, uuid7
 from django_eventbus.exceptions import WorkerEvictedError
 from django_eventbus.models import EventWorker
-from django_eventbus.store import store_for
+from django_eventbus.store import is_trouble, store_for
 
 logger = logging.getLogger(__name__)
 
@@ -190,11 +190,13 @@ class WorkerLoop:
                 elif not self.options.drain:
                     self.wait()
                 self._trouble_wait = TROUBLE_WAIT
-            except (OperationalError, InterfaceError) as error:
-                self.wait_for_database(error)
             except WorkerEvictedError:
                 self.worker.evicted = True
                 self.worker.stop()
+            except Error as error:
+                if not is_trouble(error):
+                    raise
+                self.wait_for_database(error)
 
     def claim(self) -> list[ClaimedEvent]:
         """From the queues in turn, so that none starves; a batch is of one queue."""
@@ -222,11 +224,13 @@ class WorkerLoop:
         started = time.monotonic()
         try:
             self.worker.count(self.deliverer.deliver(events))
-        except (OperationalError, InterfaceError):
-            raise
         except Exception as error:
+            token = events[0].claim.token
+            if is_trouble(error):
+                self._in_doubt = token
+                raise
             logger.exception("delivering a batch failed; its events are run again one by one")
-            self.deliverer.take_back(events[0].claim.token, error, events)
+            self.deliverer.take_back(token, error, events[0])
             self.news.wait(TROUBLE_WAIT)
         self._idle_wait = FIRST_IDLE_WAIT
         self._fit_batch(len(events), time.monotonic() - started)
@@ -329,7 +333,7 @@ class Heartbeat:
             if not store.renew([self.worker.worker_id]):
                 self.worker.evicted = True
                 self.worker.stop()
-        except (OperationalError, InterfaceError) as error:
+        except Error as error:
             logger.warning("the registration could not be renewed: %s", error)
             store.connection.close()
 

@@ -323,7 +323,10 @@ def test_a_durable_block_in_a_handler_is_told_what_it_needs():
     assert "atomic=False" in text
 
 
-@pytest.mark.parametrize("sql", ["COMMIT", " rollback", "BEGIN", "END"])
+@pytest.mark.parametrize(
+    "sql",
+    ["COMMIT", " rollback", "BEGIN", "END", "/* x */ COMMIT", "-- x\ncommit", "SELECT 1; COMMIT"],
+)
 def test_a_handler_cannot_end_the_transaction_it_shares(transactional_db, sql):
     @handler("x", name="h", retry=ONCE)
     def end(event):
@@ -709,22 +712,172 @@ def steal_from_another_connection(event_id):
 
 def test_a_fault_of_our_own_with_one_event_does_not_take_the_others_with_it(monkeypatch):
     """An event that the bus itself stumbles over is dead in the end; the others are handled."""
-    plainly = delivery.Deliverer._call
-
-    def stumble(self, progress, handler):
-        if progress.event.type == "bad":
-            raise ValueError
-        plainly(self, progress, handler)
 
     def fail_to_fail(progress, handler, error, started):
         raise TypeError("a bug in the bus")
 
-    monkeypatch.setattr(delivery.Deliverer, "_call", stumble)
     monkeypatch.setattr(delivery.Deliverer, "_failed", staticmethod(fail_to_fail))
-    handler("*", name="h")(lambda event: effect(event, event.type))
+
+    @handler("*", name="h")
+    def stumble(event):
+        if event.type == "bad":
+            raise ValueError
+        effect(event, event.type)
+
     publish("good", {})
     bad = publish("bad", {})
     publish("good", {})
     drain_with_retries()
     assert notes() == ["good", "good"]
     assert (logged(bad).status, logged(bad).error_type) == ("FAILED", "crashed")
+
+
+def test_a_change_of_the_schema_cannot_commit_the_work_of_neighbours(transactional_db):
+    if connection.features.can_rollback_ddl:
+        pytest.skip("only where a change of the schema ends the transaction")
+
+    @handler("x", name="h", retry=ONCE)
+    def truncate(event):
+        effect(event, str(event.payload))
+        if event.payload == 1:
+            with connection.cursor() as cursor:
+                cursor.execute("TRUNCATE TABLE auth_group_permissions")
+
+    publish_many(("x", n) for n in range(3))
+    drain()
+    assert notes() == ["0", "2"]
+
+
+def test_a_rollback_past_django_is_noticed(transactional_db):
+    """On the driver's own connection, by a handler that never asked Django for a cursor."""
+    if not hasattr(connection.connection, "in_transaction") and connection.vendor == "mysql":
+        pytest.skip("the driver does not tell whether it is in a transaction")
+
+    @handler("x", name="h", retry=ONCE)
+    def roll_back(event):
+        if event.payload == 1:
+            connection.connection.rollback()
+        else:
+            effect(event, str(event.payload))
+
+    publish_many(("x", n) for n in range(3))
+    drain()
+    assert notes() == ["0", "2"]
+    assert EventLog.objects.count() == 3
+
+
+@pytest.mark.parametrize("how", ["autocommit off", "raw begin"])
+def test_a_plain_handler_cannot_swallow_the_settlements_of_others(transactional_db, how):
+    if how == "raw begin" and connection.vendor == "mysql":
+        pytest.skip("the driver does not tell whether it is in a transaction")
+
+    @handler("x", name="h", atomic=False, retry=ONCE)
+    def leave_open(event):
+        if event.payload == 1 and how == "autocommit off":
+            transaction.set_autocommit(False)
+        elif event.payload == 1:
+            with connection.cursor() as cursor:
+                cursor.execute("BEGIN")
+
+    publish_many(("x", n) for n in range(4))
+    drain()
+    connection.close()
+    assert EventLog.objects.filter(status="COMPLETED").count() == 3
+    assert [dead.payload for dead in dead_letters.list()] == [1]
+
+
+def test_order_is_kept_when_a_group_is_lost(transactional_db):
+    """What was passed over in the group must not be overtaken when its head makes it alone."""
+    ran = []
+    first_time = [ValueError("in the group")]
+
+    @handler("step", name="inside", priority=1)
+    def inside(event):
+        if event.payload == 1 and first_time:
+            raise first_time.pop()
+        ran.append(event.payload)
+
+    @handler("step", name="outside", atomic=False)
+    def outside(event):
+        pass
+
+    broken = []
+
+    @handler("breaker", name="breaker")
+    def break_the_group(event):
+        if not broken:
+            broken.append(True)
+            effect(event)
+            connection.close()
+
+    publish_many((("step", n) for n in (1, 2, 3)), key="k")
+    publish("breaker", {})
+    drain_with_retries()
+    assert ran == [1, 2, 3]
+
+
+def test_a_fault_of_our_own_does_not_keep_a_key_for_ever(monkeypatch):
+    def fail_to_fail(progress, handler, error, started):
+        raise TypeError("a bug in the bus")
+
+    monkeypatch.setattr(delivery.Deliverer, "_failed", staticmethod(fail_to_fail))
+    ran = []
+
+    @handler("step", name="h")
+    def step(event):
+        if event.payload == 0:
+            raise ValueError
+        ran.append(event.payload)
+
+    publish_many((("step", n) for n in range(3)), key="a")
+    drain_with_retries()
+    assert ran == [1, 2]
+    assert dead_letters.list()[0].error_type == "crashed"
+
+
+def test_a_plain_handlers_event_is_settled_before_the_next_one_runs(transactional_db):
+    settled = []
+
+    @handler("x", name="h", atomic=False)
+    def count(event):
+        settled.append(EventLog.objects.count())
+
+    publish_many(("x", n) for n in range(4))
+    drain()
+    assert settled == [0, 1, 2, 3]
+
+
+def test_a_callback_that_hangs_or_exits_harms_only_itself(transactional_db, settings):
+    settings.EVENTBUS = {"HANDLER_TIMEOUT": 0.2}
+    called = []
+
+    def leave():
+        raise SystemExit
+
+    hooks = [threading.Event().wait, leave, lambda: called.append("next")]
+
+    @handler("x", name="h")
+    def register(event):
+        transaction.on_commit(hooks[event.payload])
+
+    publish_many(("x", n) for n in range(3))
+    drain()
+    assert called == ["next"]
+    assert EventLog.objects.filter(status="COMPLETED").count() == 3
+
+
+def test_a_query_past_the_deadline_is_cancelled(transactional_db):
+    if connection.vendor != "postgresql":
+        pytest.skip("pg_sleep")
+
+    @handler("x", name="h", timeout=0.3, retry=ONCE)
+    def sleep(event):
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_sleep(60)")
+
+    handler("y", name="i")(lambda event: effect(event, "next"))
+    event = publish("x", {})
+    publish("y", {})
+    drain()
+    assert logged(event).errors[0]["type"] == "TimeoutError"
+    assert notes() == ["next"]

@@ -718,3 +718,11 @@ def test_a_value_is_either_refused_by_name_or_can_be_encoded(value):
         text.encode()
         assert "\\u0000" not in text
         json.loads(text)
+
+
+@pytest.mark.parametrize("version", [0, -1, 32_768, "2"])
+def test_a_version_that_no_column_holds_is_refused(version):
+    with pytest.raises(InvalidPayloadError, match="version"):
+
+        class Versioned(Event, type="test-events.versioned", version=version):
+            """Never declared."""

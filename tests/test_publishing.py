@@ -518,6 +518,7 @@ REFUSALS = {
     "at naive": (InvalidPayloadError, {"at": NAIVE}),
     "at date": (InvalidPayloadError, {"at": date(2040, 1, 1)}),
     "at text": (InvalidPayloadError, {"at": "2040-01-01T00:00:00Z"}),
+    "at far": (InvalidPayloadError, {"at": datetime(9999, 12, 31, tzinfo=UTC)}),
     "at and delay": (InvalidPayloadError, {"at": NAIVE.replace(tzinfo=UTC), "delay": 1}),
     "headers list": (InvalidPayloadError, {"headers": [1]}),
     "headers bytes": (InvalidPayloadError, {"headers": {"a": b"x"}}),

@@ -8,7 +8,7 @@ from django_eventbus.models import QueuedEvent
 from django_eventbus.store.base import Store
 from django_eventbus.store.mariadb import MariaDBStore
 from django_eventbus.store.postgresql import PostgreSQLStore
-from django_eventbus.store.rows import Clock
+from django_eventbus.store.rows import Clock, is_trouble
 from django_eventbus.store.settlements import (
     Completed,
     Finished,
@@ -29,6 +29,7 @@ __all__ = [
     "Settlement",
     "Store",
     "default_alias",
+    "is_trouble",
     "store_for",
 ]
 

@@ -45,6 +45,10 @@ class Recovery(Rows):
         """Forget a worker that holds nothing any more."""
         self.workers.filter(pk=worker_id).delete()
 
+    def suspects_of(self, worker_id: uuid.UUID) -> set[int]:
+        found = self.workers.filter(pk=worker_id).values_list("suspects", flat=True).first()
+        return set(found or ())
+
     def suspect(self, worker_id: uuid.UUID, row_ids: Sequence[int]) -> None:
         """Write down which events a worker runs that may kill it: only they are to blame then."""
         self.workers.filter(pk=worker_id).update(suspects=list(row_ids))
@@ -63,14 +67,16 @@ class Recovery(Rows):
                     blamed=set(worker.suspects) or None,
                     error=_lost(f"worker {worker} ({worker.pk}) gave no sign of life"),
                 )
-                worker.delete(using=self.using)
+                if not self.queued.filter(claimed_by=worker.pk).exists():
+                    # Else somebody holds a lock on one of its rows: it is looked at again.
+                    worker.delete(using=self.using)
         return recovered
 
     def recover_orphans(self) -> int:
         """The same for events whose worker's registration is gone: a look at the whole queue."""
         registered = EventWorker.objects.using(self.using).values("pk")
         orphaned = Q(claimed_by__isnull=False) & ~Q(claimed_by__in=registered)
-        if not self.queued.filter(orphaned).exists():
+        if not (self.queued.filter(orphaned).exists() or self.lanes.filter(orphaned).exists()):
             return 0
         with self.atomic():
             return self._take_back(
@@ -101,9 +107,9 @@ class Recovery(Rows):
         """Take back what is still held under one claim (or some of it), and blame all of it."""
         held = Q(claim_token=token)
         with self.atomic():
-            if ids is not None:
-                held &= Q(id__in=list(ids))
-            return self._take_back(held, blamed=None, error=error)
+            if ids is None:
+                return self._take_back(held, blamed=None, error=error)
+            return self._take_back_rows(held & Q(id__in=list(ids)), blamed=None, error=error)
 
     def _take_back(
         self,
@@ -113,7 +119,20 @@ class Recovery(Rows):
         error: dict[str, Any],
         crashed: bool = True,
     ) -> int:
-        """Unclaim rows and lanes; ``blamed`` rows (None: all) are charged and get the error."""
+        """Unclaim rows and lanes."""
+        taken = self._take_back_rows(whose, blamed=blamed, error=error, crashed=crashed)
+        self.lanes.filter(whose).update(claim_token=None, claimed_by=None, ready_at=self.now)
+        return taken
+
+    def _take_back_rows(
+        self,
+        whose: Q,
+        *,
+        blamed: set[int] | None,
+        error: dict[str, Any],
+        crashed: bool = True,
+    ) -> int:
+        """``blamed`` rows (None: all) are charged and get the error, the others are as before."""
         held = self.queued.filter(whose, status=QueuedStatus.PROCESSING)
         rows = list(self.locked(held).values_list("id", "claim_token", "attempts", "errors"))
         innocent = [row_id for row_id, *_ in rows if blamed is not None and row_id not in blamed]
@@ -126,7 +145,6 @@ class Recovery(Rows):
                     crashes=F("crashes") + int(crashed),
                     errors=[*(errors or []), record],
                 )
-        self.lanes.filter(whose).update(claim_token=None, claimed_by=None, ready_at=self.now)
         return len(rows)
 
     @retried

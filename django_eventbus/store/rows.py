@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
-from django.db import OperationalError, connections, transaction
+from django.db import InterfaceError, OperationalError, connections, transaction
 from django.db.models import DateTimeField, Q, QuerySet, Value
 from django.db.models.expressions import Combinable
 from django.db.models.functions import Now
@@ -55,6 +55,17 @@ def retried(verb: Verb) -> Verb:
         return verb(self, *args, **kwargs)
 
     return cast(Verb, again)
+
+
+#: A failover leaves a server that only reads: PostgreSQL calls that an internal error.
+READ_ONLY = "25006"
+
+
+def is_trouble(error: BaseException) -> bool:
+    """The database is away, or not itself: wait for it, nobody is to blame."""
+    if isinstance(error, OperationalError | InterfaceError):
+        return True
+    return getattr(error.__cause__, "sqlstate", None) == READ_ONLY
 
 
 class Rows:

@@ -263,3 +263,37 @@ def test_bad_options_are_refused_with_the_right_choice(start_worker, options, me
     worker = start_worker(*options)
     assert worker.wait() == 1
     assert message in worker.log
+
+
+def test_a_handler_that_exits_with_success_is_a_crash_like_any_other(start_worker):
+    poison = publish("process.exit_as_if_done", {})
+    publish_many(("process.effect", n) for n in range(3))
+    worker = start_worker()
+    eventually(lambda: EventLog.objects.count() == 4, lambda: worker.log)
+    (dead,) = dead_letters.list()
+    assert (dead.event_id, dead.error_type) == (poison.event_id, "crashed")
+    assert Effect.objects.count() == 3
+
+
+def test_who_runs_beside_a_handler_that_has_to_be_killed_is_not_blamed(start_worker, files):
+    """Two threads: one ignores its deadline, the other does its work and is interrupted by that."""
+    guilty = publish("process.ignore_deadline", {})
+    publish("process.signal_outside", files)
+    worker = start_worker("--concurrency", "2", "--batch-size", "1", eventbus={"MAX_CRASHES": 1})
+    eventually(lambda: EventLog.objects.exists(), lambda: worker.log)
+    touch(files["go_on"])
+    eventually(lambda: EventLog.objects.count() == 2, lambda: worker.log)
+    (dead,) = dead_letters.list()
+    assert dead.event_id == guilty.event_id
+    innocent = EventLog.objects.get(type="process.signal_outside")
+    assert (innocent.status, innocent.crashes) == ("COMPLETED", 0)
+
+
+def test_a_query_past_its_deadline_is_cancelled_in_a_thread_too(start_worker):
+    if connection.vendor != "postgresql":
+        pytest.skip("pg_sleep")
+    publish("process.pg_sleep", {})
+    worker = start_worker("--concurrency", "2")
+    eventually(lambda: EventLog.objects.count() == 1, lambda: worker.log)
+    (dead,) = dead_letters.list()
+    assert (dead.error_type, dead.crashes) == ("TimeoutError", 0)

@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+from django.db import connection
+
 from django_eventbus import handler, publish
 from tests.shop.models import Effect
 
@@ -68,3 +70,23 @@ def tell_and_wait_outside(event):
 def publish_children(event):
     for n in range(3):
         publish("process.effect", n)
+
+
+@handler("process.exit_as_if_done", name="exit_as_if_done")
+def leave_as_if_done(event):
+    os._exit(0)
+
+
+@handler("process.ignore_deadline", name="ignore_deadline", timeout=0.3)
+def ignore_the_deadline(event):
+    while True:
+        try:
+            time.sleep(600)
+        except BaseException:
+            continue
+
+
+@handler("process.pg_sleep", name="pg_sleep", timeout=0.3, retry={"max_retries": 0})
+def sleep_in_the_database(event):
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_sleep(60)")

@@ -143,3 +143,13 @@ def test_a_hundred_stuck_events_are_recovered_in_one_go(clock):
     clock.tick(61)
     assert store.recover() == 100
     assert QueuedEvent.objects.filter(status="PENDING").count() == 100
+
+
+def test_a_lane_whose_registration_is_gone_is_found_without_any_row_of_it(store):
+    worker = register(store)
+    publish_many((("step", n) for n in range(2)), key="a")
+    claimed = claim(store, worker)
+    store.release(claimed[0].claim.token, [event.row_id for event in claimed])
+    EventWorker.objects.all().delete()
+    store.recover_orphans()
+    assert EventLane.objects.get().claim_token is None
