@@ -52,9 +52,10 @@ NO_ROW = -1
 
 @dataclass(slots=True)
 class Tally:
-    """What a batch came to. ``handled`` are events settled, ``failed`` are failed attempts."""
+    """What a batch came to: events that ended, that wait for a retry, attempts that failed …"""
 
     handled: int = 0
+    postponed: int = 0
     failed: int = 0
     dead: int = 0
     lost: int = 0
@@ -539,6 +540,9 @@ class Deliverer:
         if isinstance(settlement, Progressed):
             if not progress.atomic:
                 batch.outside.append(progress)
+            return
+        if isinstance(settlement, Postponed):
+            batch.tally.postponed += 1
             return
         batch.tally.handled += 1
         if isinstance(settlement, Finished) and settlement.status != LogStatus.COMPLETED:

@@ -83,6 +83,8 @@ def handler(*subjects: Subject, **options: Any) -> Callable[[F], F]:
 
     if subjects and inspect.isfunction(subjects[0]):
         raise EventBusError(f'write @handler("…") over {subjects[0].__qualname__}: handles what?')
+    for option in options.keys() - _OPTIONS:
+        raise EventBusError(f"@handler has no option {option!r}{did_you_mean(option, _OPTIONS)}")
 
     def register(func: F) -> F:
         subscribe(subjects, func, **options)
@@ -131,6 +133,7 @@ def _check(new: Handler) -> None:
             raise EventBusError(
                 f"{new.name} can handle a type name, a pattern or an Event class, not {each!r}"
             )
+    _check_signature(new)
     if inspect.isgeneratorfunction(new.func) or inspect.isasyncgenfunction(new.func):
         raise EventBusError(f"{new.name} is a generator: calling it runs nothing of it")
     if new.is_async and new.atomic:
@@ -145,8 +148,19 @@ def _check(new: Handler) -> None:
     if new.timeout is not None and not (
         isinstance(new.timeout, int | float) and 0 < new.timeout < A_CENTURY
     ):
-        raise EventBusError(f"the timeout of {new.name} must be positive, not {new.timeout!r}")
+        raise EventBusError(
+            f"the timeout of {new.name} must be a positive number, not {new.timeout!r}"
+        )
     _check_retry(new)
+
+
+def _check_signature(new: Handler) -> None:
+    try:
+        inspect.signature(new.func).bind(None)
+    except TypeError:
+        raise EventBusError(f"{new.name} must take the event as its one argument") from None
+    except ValueError:
+        return  # some functions written in C do not tell
 
 
 def _check_retry(new: Handler) -> None:
@@ -165,6 +179,9 @@ def _check_retry(new: Handler) -> None:
         RetryPolicy(**new.retry)
     except ValueError as error:
         raise EventBusError(f"the retry of {new.name}: {error}") from None
+
+
+_OPTIONS = inspect.signature(subscribe).parameters.keys() - {"subject", "func"}
 
 
 def unsubscribe(subscription: Handler | str) -> None:

@@ -144,11 +144,11 @@ class Worker:
 
     def count(self, tally: Tally) -> None:
         with self._lock:
-            for name in ("handled", "failed", "dead", "lost"):
+            for name in ("handled", "postponed", "failed", "dead", "lost"):
                 setattr(self.tally, name, getattr(self.tally, name) + getattr(tally, name))
             self.board.count(tally.handled, tally.failed, tally.dead)
             limit = self.options.max_events
-            if limit is not None and self.tally.handled >= limit:
+            if limit is not None and self.tally.handled + self.tally.postponed >= limit:
                 self.stop()
 
 

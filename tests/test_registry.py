@@ -505,7 +505,7 @@ def test_an_unknown_executor_is_refused_with_a_hint():
 
 @pytest.mark.parametrize("timeout", [0, -1])
 def test_a_timeout_that_is_not_positive_is_refused(timeout):
-    with pytest.raises(EventBusError, match=r"timeout of \S*ignore must be positive"):
+    with pytest.raises(EventBusError, match=r"timeout of \S*ignore must be a positive number"):
         subscribe("x", ignore, timeout=timeout)
 
 
@@ -567,3 +567,13 @@ def test_a_class_declared_after_a_look_has_the_handlers_of_its_base():
 
     assert names_for("late.declared") == ["base"]
     assert Late.event_type == "late.declared"
+
+
+def test_an_unknown_option_is_refused_with_a_hint():
+    with pytest.raises(EventBusError, match="no option 'timout'; did you mean 'timeout'"):
+        handler("x", timout=3)
+
+
+def test_a_function_that_cannot_take_the_event_is_refused():
+    with pytest.raises(EventBusError, match="must take the event as its one argument"):
+        subscribe("x", lambda: None, name="h")

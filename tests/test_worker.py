@@ -102,3 +102,14 @@ def test_the_board_shows_what_runs_and_what_was_done():
     assert board.counted() == (4, 1, 1)
     board.clear(1)
     assert board.running() == []
+
+
+def test_an_event_that_waits_for_its_retry_is_not_counted_as_handled():
+    @handler("x", name="h")
+    def sometimes(event):
+        if event.payload == 1:
+            raise ValueError
+
+    publish_many(("x", n) for n in range(3))
+    tally = drain()
+    assert (tally.handled, tally.failed, tally.dead) == (2, 1, 0)

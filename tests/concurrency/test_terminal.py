@@ -63,6 +63,8 @@ def test_under_debug_a_saved_file_restarts_the_worker(start_worker, tmp_path):
     )
     publish("process.effect", 1)
     eventually(Effect.objects.exists, lambda: worker.log)
+    eventually(lambda: "effect handled process.effect" in worker.log, lambda: worker.log)
+    assert worker.log.count("Serving") == 1
 
     def save_until_restarted():
         module.write_text(module.read_text() + "#\n")

@@ -17,6 +17,7 @@ from django_eventbus.conf import settings
 from django_eventbus.delivery import Tally
 from django_eventbus.models import QueuedEvent
 from django_eventbus.registry import did_you_mean, registry
+from django_eventbus.signals import delivery_succeeded
 from django_eventbus.store import default_alias, store_for
 from django_eventbus.supervisor import Supervisor
 from django_eventbus.worker import Worker, WorkerOptions, run_here, stop_on_signals
@@ -47,13 +48,14 @@ class Command(BaseCommand):
         parser.add_argument("--drain", action="store_true", help="stop when nothing is ready")
         parser.add_argument("--max-events", type=int, help="stop after about this many events")
         parser.add_argument(
-            "--no-reload", action="store_true", help="do not restart on code changes under DEBUG"
+            "--no-reload",
+            action="store_true",
+            help="do not restart on code changes (which one process does under DEBUG)",
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
         worker_options = self._worker_options(options)
         self._require_tables(worker_options.using)
-        self._say_hello(worker_options)
         reload = (
             django_settings.DEBUG
             and not options["no_reload"]
@@ -61,10 +63,12 @@ class Command(BaseCommand):
             and options["processes"] == 1
         )
         if reload:
-            autoreload.run_with_reloader(self._run_here, worker_options)
+            autoreload.run_with_reloader(self._run_and_reload, worker_options)
         elif options["processes"] == 0:
+            self._say_hello(worker_options)
             self._run_here(worker_options)
         else:
+            self._say_hello(worker_options)
             self._supervise(worker_options, options["processes"])
 
     def _worker_options(self, options: dict[str, Any]) -> WorkerOptions:
@@ -116,8 +120,21 @@ class Command(BaseCommand):
     def _say_hello(self, options: WorkerOptions) -> None:
         self._say(
             f"Serving {', '.join(options.queues)} on {options.using!r} "
-            f"with {len(registry.all())} handlers. Stop with Ctrl-C."
+            f"with {_count(len(registry.all()), 'handler')}. Stop with Ctrl-C."
         )
+
+    def _run_and_reload(self, options: WorkerOptions) -> None:
+        """For development: every delivery is told, a saved file starts it all over."""
+        self._say_hello(options)
+        self._say("Development: a reload or Ctrl-C cuts a running handler off; it is run again.")
+        delivery_succeeded.connect(self._tell_of_success)
+        self._run_here(options)
+
+    def _tell_of_success(
+        self, sender: Any, *, event: Any, handler: str, seconds: float, **kwargs: Any
+    ) -> None:
+        milliseconds = f"{seconds * 1000:.0f} ms"
+        self._say(f"{handler} handled {event.type} {event.event_id} in {milliseconds}")
 
     def _run_here(self, options: WorkerOptions) -> None:
         """In this process. A code reload ends it without notice, so clean up at exit."""
@@ -140,8 +157,8 @@ class Command(BaseCommand):
 
     def _say_goodbye(self, tally: Tally) -> None:
         self._say(
-            f"{tally.handled:,} events handled, {tally.failed:,} failed attempts, "
-            f"{tally.dead:,} dead letters."
+            f"{_count(tally.handled, 'event')} handled, "
+            f"{_count(tally.failed, 'failed attempt')}, {_count(tally.dead, 'dead letter')}."
         )
 
 
@@ -190,11 +207,16 @@ class StatusLine(StatusLog):
         return True
 
     def write(self, text: str) -> None:
-        self.stdout.write(f"\r\x1b[2K{text}", ending="")
+        # The cursor waits at the beginning of the line, where a log record may overwrite it.
+        self.stdout.write(f"\r\x1b[2K{text}\r", ending="")
         self.stdout.flush()
 
     def end(self) -> None:
         self.stdout.write("\r\x1b[2K", ending="")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _status(counted: tuple[int, int, int], speed: float, depth: str) -> str:
