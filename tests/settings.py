@@ -1,5 +1,6 @@
 """Settings of the test project. EVENTBUS_TEST_DB chooses its database, see databases.py."""
 
+import importlib
 import json
 import os
 
@@ -49,5 +50,7 @@ TEMPLATES = [
 # Tests log users in; a slow password hash would only cost time.
 PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 
-# Worker processes that tests start are told their settings this way.
+# Worker processes that tests start are told their settings, and what to import, this way.
+if module := os.environ.get("EVENTBUS_TEST_IMPORT"):
+    importlib.import_module(module)
 EVENTBUS = json.loads(os.environ.get("EVENTBUS_TEST_SETTINGS", "{}"))

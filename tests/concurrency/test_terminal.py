@@ -59,7 +59,11 @@ def test_under_debug_a_saved_file_restarts_the_worker(start_worker, tmp_path):
     module = tmp_path / "watched.py"
     module.write_text("x = 1\n")
     worker = start_worker(
-        env={"EVENTBUS_TEST_DEBUG": "1", "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+        env={
+            "EVENTBUS_TEST_DEBUG": "1",
+            "EVENTBUS_TEST_IMPORT": "watched",
+            "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}",
+        }
     )
     publish("process.effect", 1)
     eventually(Effect.objects.exists, lambda: worker.log)
