@@ -479,30 +479,34 @@ class Deliverer:
 
     def _run_plain(self, progress: Progress, handler: Handler) -> None:
         started = time.monotonic()
+        error: BaseException | None = None
         try:
             self._call(progress, handler)
-            self._require_clean_connection()
-        except BaseException as error:
+        except BaseException as raised:
+            error = raised
+        if self._left_open():
+            error = error or EventBusError("the handler left a transaction open")
+        if error is None:
+            progress.succeed(handler.name, time.monotonic() - started)
+        else:
             self._failed(progress, handler, error, started)
             self._drop_connection()
-        else:
-            progress.succeed(handler.name, time.monotonic() - started)
 
-    def _require_clean_connection(self) -> None:
-        """What a handler leaves open would swallow the settlements of all that follow."""
+    def _left_open(self) -> bool:
+        """A transaction left open would swallow the settlements of all that follow."""
         connection = self.store.connection
         if connection.in_atomic_block:
             if connection.atomic_blocks[0]._from_testcase:
-                return
+                return False
             connection.in_atomic_block = False
             connection.atomic_blocks.clear()
             connection.savepoint_ids.clear()
         elif connection.connection is None or (
             connection.get_autocommit() and not in_transaction(connection)
         ):
-            return
+            return False
         connection.close()
-        raise EventBusError("the handler left a transaction open")
+        return True
 
     def _start_async(self, progress: Progress, handler: Handler) -> Future[None]:
         envelope = self._envelope(progress, handler)

@@ -766,7 +766,7 @@ def test_a_rollback_past_django_is_noticed(transactional_db):
     assert EventLog.objects.count() == 3
 
 
-@pytest.mark.parametrize("how", ["autocommit off", "raw begin"])
+@pytest.mark.parametrize("how", ["autocommit off", "raw begin", "atomic and raise"])
 def test_a_plain_handler_cannot_swallow_the_settlements_of_others(transactional_db, how):
     if how == "raw begin" and connection.vendor == "mysql":
         pytest.skip("the driver does not tell whether it is in a transaction")
@@ -775,6 +775,9 @@ def test_a_plain_handler_cannot_swallow_the_settlements_of_others(transactional_
     def leave_open(event):
         if event.payload == 1 and how == "autocommit off":
             transaction.set_autocommit(False)
+        elif event.payload == 1 and how == "atomic and raise":
+            transaction.atomic().__enter__()
+            raise ValueError
         elif event.payload == 1:
             with connection.cursor() as cursor:
                 cursor.execute("BEGIN")
