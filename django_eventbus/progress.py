@@ -196,7 +196,8 @@ class Progress:
 def crashed(event: ClaimedEvent) -> Finished:
     """The verdict on an event that has taken down too many workers. Asks no handler."""
     errors = _parsed(event.errors_json) or []
-    error = next((each for each in reversed(errors) if each["type"] in CRASHES), None)
+    deaths = [each for each in errors if each["type"] in CRASHES] or errors
+    error = deaths[-1] if deaths else None
     return Finished(
         row_id=event.row_id,
         status=LogStatus.FAILED,

@@ -143,6 +143,7 @@ def test_a_handler_that_holds_the_gil_past_its_deadline_is_killed(start_worker):
     eventually(lambda: EventLog.objects.count() == 4, lambda: worker.log)
     (dead,) = dead_letters.list()
     assert "ran past its deadline and had to be killed" in dead.errors[0]["message"]
+    assert dead.dead_handler == "hold_the_gil"
     assert Effect.objects.count() == 3
 
 
