@@ -59,11 +59,10 @@ class Lanes(Rows):
         events of a key into its lane before earlier ones. Holding the lanes' rows makes a release
         that wants to delete one wait, and then see these events.
         """
-        unrouted = self.unrouted(queue).order_by("id")
-        found = list(self.waiting_lock(unrouted).values_list("id", "key")[:limit])
+        found = self.take_unrouted(queue, limit)
         if not found:
             return
-        keys = sorted({key for _, key in found})
+        keys = sorted({key for _, key in found if key is not None})
         EventLane.objects.using(self.using).bulk_create(
             [
                 EventLane(namespace=settings.NAMESPACE, queue=queue, key=key, ready_at=self.now)
@@ -78,6 +77,11 @@ class Lanes(Rows):
         self.queued.filter(id__in=[row_id for row_id, _ in found]).update(
             lane_id=Subquery(of_their_key)
         )
+
+    def take_unrouted(self, queue: str, limit: int) -> list[tuple[int, str | None]]:
+        """(row, key) of the oldest new events, for one router at a time."""
+        unrouted = self.unrouted(queue).order_by("id")
+        return list(self.waiting_lock(unrouted).values_list("id", "key")[:limit])
 
     @retried
     def release_lanes(self, token: uuid.UUID, waits: dict[int, float]) -> None:

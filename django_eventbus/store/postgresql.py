@@ -102,6 +102,8 @@ SELECT EXISTS (
     ORDER BY namespace, queue, ready_at LIMIT 1
 )"""
 
+_ROUTER_LOCK = "SELECT pg_try_advisory_xact_lock(hashtext('django_eventbus.route'), hashtext(%s))"
+
 # Ordered by the lane too: with the id alone a planner may walk the primary key of the whole queue.
 _HEADS = f"""
 SELECT lane.id, head.id, head.status
@@ -198,6 +200,15 @@ class PostgreSQLStore(Store):
         with self.connection.cursor() as cursor:
             cursor.execute(_KEYS_WAIT, params)
             return bool(cursor.fetchone()[0])
+
+    def take_unrouted(self, queue: str, limit: int) -> list[tuple[int, str | None]]:
+        """One router at a time by a lock of its own. Locks on the rows would also catch those that
+        another has just routed and claimed, and get into a deadlock with their settlement."""
+        with self.connection.cursor() as cursor:
+            cursor.execute(_ROUTER_LOCK, (f"{settings.NAMESPACE}/{queue}",))
+            if not cursor.fetchone()[0]:
+                return []
+        return list(self.unrouted(queue).order_by("id").values_list("id", "key")[:limit])
 
     def heads(self, lanes: list[int], length: int) -> list[tuple[int, int, str]]:
         with self.connection.cursor() as cursor:
