@@ -16,7 +16,7 @@ def make_due() -> None:
     """Time passes: everything that waits is ready now."""
     QueuedEvent.objects.update(available_at=None)
     EventLane.objects.update(ready_at="2000-01-01T00:00:00Z")
-    for event in QueuedEvent.objects.exclude(deliveries=None):
+    for event in QueuedEvent.objects.filter(deliveries__isnull=False):
         for state in event.deliveries.values():
             if "due" in state:
                 state["due"] = "2000-01-01T00:00:00+00:00"
