@@ -35,6 +35,7 @@ LOOK_FOR_ORPHANS_EVERY = 600.0
 FIRST_BATCH = 20
 BATCH_SECONDS = 1.0
 FIRST_IDLE_WAIT = 0.02
+SHORTEST_WAIT = 0.02
 TROUBLE_WAIT = 0.2
 LONGEST_TROUBLE_WAIT = 10.0
 
@@ -266,10 +267,10 @@ class WorkerLoop:
         if not self.store.hears:
             longest = min(longest, self._idle_wait)
             self._idle_wait *= 1.5
-        due = self.store.next_due()
+        due = self.store.next_due(self.options.queues)
         jittered = longest * random.uniform(0.75, 1.0)
         self._close_other_connections()
-        self.news.wait(jittered if due is None else min(jittered, max(due, 0.001)))
+        self.news.wait(jittered if due is None else min(jittered, max(due, SHORTEST_WAIT)))
 
     def _close_other_connections(self) -> None:
         """Those of handlers, by Django's rules. Ours stays open: an event must not wait for it."""

@@ -269,10 +269,13 @@ class Store(Lanes, Recovery):
             ids = list(self.locked(due).values_list("id", flat=True)[:PROMOTE_CHUNK])
             return self.queued.filter(id__in=ids).update(available_at=None)
 
-    def next_due(self) -> float | None:
-        """Seconds until a delayed event or a waiting lane is ready; None if there is none."""
-        delayed = self.queued.filter(available_at__gt=self.now)
-        waiting = self.lanes.filter(ready_at__gt=self.now, claim_token__isnull=True)
+    def next_due(self, queues: Collection[str]) -> float | None:
+        """Seconds until a delayed event or a lane of these queues is ready; None if there is none.
+
+        0 for what has become due since the last look: a wait must not begin in between.
+        """
+        delayed = self.queued.filter(available_at__isnull=False)
+        waiting = self.lanes.filter(queue__in=list(queues), claim_token__isnull=True)
         moments = [
             delayed.aggregate(at=Min("available_at"))["at"],
             waiting.aggregate(at=Min("ready_at"))["at"],

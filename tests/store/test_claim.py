@@ -102,10 +102,12 @@ def test_a_delayed_event_waits_for_the_database_clock(worker_id, clock):
 
 def test_the_store_knows_when_the_next_event_is_due(clock):
     store = store_for(clock=clock)
-    assert store.next_due() is None
+    assert store.next_due(["default"]) is None
     publish("later", {}, at=clock.now.replace(minute=5))
     publish("much later", {}, at=clock.now.replace(minute=50))
-    assert store.next_due() == 300
+    assert store.next_due(["default"]) == 300
+    clock.tick(301)
+    assert store.next_due(["default"]) == 0
 
 
 def test_an_unregistered_worker_claims_nothing(store, worker_id):
