@@ -106,7 +106,7 @@ class Store(Lanes, Recovery):
         An event that has already ended is returned as it was given, without a row id.
         """
         rows = QueuedEvent.objects.using(self.using)
-        # The producer of this very insert, to tell our row from one that was there before.
+        # A mark of this very insert, to tell our row from one that was there before.
         event.claim_token = mark = uuid.uuid4()
         with self.atomic():
             rows.bulk_create([event], ignore_conflicts=True)
