@@ -285,7 +285,7 @@ class Deliverer:
         finally:
             now_handling(None)
             self.watch.stop()
-        if asyncio.iscoroutine(result):
+        if result is not None and asyncio.iscoroutine(result):
             result.close()
             raise EventBusError(
                 f"{handler.name} gave a coroutine that nobody awaits: declare it with async def"
