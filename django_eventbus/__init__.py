@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from django_eventbus.events import Envelope, Event
     from django_eventbus.exceptions import (
         BackpressureError,
+        BridgeError,
         Discard,
         DuplicateEventError,
         EventBusError,
@@ -18,10 +19,14 @@ if TYPE_CHECKING:
         UnknownEventError,
         UnknownQueueError,
     )
+    from django_eventbus.inbox import once_per
+    from django_eventbus.integrations.django_signals import bridge_model, bridge_signal
+    from django_eventbus.pacing import CircuitBreaker
     from django_eventbus.polling import finalize, poll
     from django_eventbus.publishing import apublish, publish, publish_many, shutdown
     from django_eventbus.registry import handler, subscribe, unsubscribe
     from django_eventbus.retries import RetryPolicy
+    from django_eventbus.schedules import schedule
 
 __version__ = "0.1.0"
 
@@ -29,6 +34,7 @@ _HOMES = {
     "Envelope": "events",
     "Event": "events",
     "BackpressureError": "exceptions",
+    "BridgeError": "exceptions",
     "Discard": "exceptions",
     "DuplicateEventError": "exceptions",
     "EventBusError": "exceptions",
@@ -37,6 +43,10 @@ _HOMES = {
     "Retry": "exceptions",
     "UnknownEventError": "exceptions",
     "UnknownQueueError": "exceptions",
+    "once_per": "inbox",
+    "bridge_model": "integrations.django_signals",
+    "bridge_signal": "integrations.django_signals",
+    "CircuitBreaker": "pacing",
     "finalize": "polling",
     "poll": "polling",
     "apublish": "publishing",
@@ -47,10 +57,13 @@ _HOMES = {
     "subscribe": "registry",
     "unsubscribe": "registry",
     "RetryPolicy": "retries",
+    "schedule": "schedules",
 }
 
 __all__ = [
     "BackpressureError",
+    "BridgeError",
+    "CircuitBreaker",
     "Discard",
     "DuplicateEventError",
     "Envelope",
@@ -63,11 +76,15 @@ __all__ = [
     "UnknownEventError",
     "UnknownQueueError",
     "apublish",
+    "bridge_model",
+    "bridge_signal",
     "finalize",
     "handler",
+    "once_per",
     "poll",
     "publish",
     "publish_many",
+    "schedule",
     "shutdown",
     "subscribe",
     "unsubscribe",

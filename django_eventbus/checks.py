@@ -19,15 +19,18 @@ from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, register
 from django.core.checks import Warning as CheckWarning
 from django.db import connections, router
+from django.utils.module_loading import import_string
 
-from django_eventbus import conf
+from django_eventbus import backpressure, conf, cron, schedules
 from django_eventbus.conf import Settings, settings
-from django_eventbus.events import Event
-from django_eventbus.models import QueuedEvent
+from django_eventbus.events import LARGEST_PAYLOAD, Event
+from django_eventbus.exceptions import MissingLibraryError
+from django_eventbus.failures import one_line
+from django_eventbus.models import EventSchedule, QueuedEvent
+from django_eventbus.pacing import CircuitBreaker
 from django_eventbus.registry import Handler, did_you_mean, registry
 from django_eventbus.retries import RetryPolicy
-from django_eventbus.signals import one_line
-from django_eventbus.store import default_alias
+from django_eventbus.store import default_alias, store_for
 
 TAG = "eventbus"
 
@@ -125,6 +128,13 @@ def _database_faults(alias: str) -> Iterator[CheckMessage]:
             hint=f"Add to DATABASES[{alias!r}]['OPTIONS']: {SQLITE_OPTIONS!r}",
             id=_id("W001"),
         )
+    if connection.settings_dict.get("DISABLE_SERVER_SIDE_CURSORS") and settings.NOTIFY is True:
+        yield CheckWarning(
+            f"The database {alias!r} holds the bus and seems to be behind a pooler in transaction "
+            "mode, where nobody hears a NOTIFY: it only costs.",
+            hint="Set EVENTBUS['NOTIFY'] = False; workers then look every POLL_INTERVAL seconds.",
+            id=_id("W005"),
+        )
     if not router.allow_migrate_model(alias, QueuedEvent):
         yield CheckWarning(
             f"The database {alias!r} holds the bus, but the router keeps its tables from there.",
@@ -177,6 +187,25 @@ def _has_a_type(cls: type[Event]) -> bool:
     return cls.event_type is not None or any(map(_has_a_type, cls.__subclasses__()))
 
 
+@register(TAG)
+def check_schedules(**kwargs: Any) -> list[CheckMessage]:
+    declared = schedules.declared()
+    try:
+        return [message for each in declared for message in _schedule_faults(each)]
+    except MissingLibraryError as error:
+        wrong = f"There are schedules ({declared[0].name!r}), but nothing to read cron lines with."
+        return [Error(wrong, hint=f"{error}.", id=_id("E200"))]
+
+
+def _schedule_faults(schedule: EventSchedule) -> Iterator[CheckMessage]:
+    for field, wrong, right in cron.faults(schedule, deepest=store_for().deepest_json):
+        yield Error(
+            f"The schedule {schedule.name!r} cannot fire: {_closed(one_line(wrong))}",
+            hint=right,
+            id=_id(SCHEDULE_FIELDS[field]),
+        )
+
+
 def a_name(value: Any, *, without: str = "") -> str | None:
     if (
         isinstance(value, str)
@@ -222,6 +251,21 @@ def an_alias_list(value: Any) -> str | None:
     return None
 
 
+def a_function_or_nothing(value: Any) -> str | None:
+    try:
+        if value == "" or callable(import_string(value)):
+            return None
+    except (ImportError, AttributeError, TypeError):
+        pass
+    return "Use the dotted path of a function that takes a text and returns one."
+
+
+def a_word_list(value: Any) -> str | None:
+    if isinstance(value, list | tuple) and all(isinstance(each, str) and each for each in value):
+        return None
+    return "Give a list of words, such as ['password', 'iban']."
+
+
 def a_switch(value: Any) -> str | None:
     return None if isinstance(value, bool) else "Use True or False."
 
@@ -252,21 +296,43 @@ def seconds(*, least: float = 0.0, above: float = -1.0) -> Objection:
     return objection
 
 
-def retry_options(value: Any) -> str | None:
-    known = [each.name for each in fields(RetryPolicy)]
-    if not isinstance(value, Mapping):
-        return "Give a dict of arguments of RetryPolicy, such as {'max_retries': 5}."
-    for name, given in value.items():
-        if name not in known:
-            return f"RetryPolicy takes no {_shown(name)}{_closed(did_you_mean(str(name), known))}"
-        if not (_is_whole(given) if name == "max_retries" else _is_number(given)):
-            kind = "whole number" if name == "max_retries" else "number"
-            return f"RetryPolicy.{name} must be a {kind}, not {_shown(given)}."
-    try:
-        RetryPolicy(**value)
-    except ValueError as error:
-        return f"{error}."
-    return None
+def limits(value: Any) -> str | None:
+    if a_queue_list(settings.QUEUES) is not None:
+        return None  # limits name queues: their list has to be put right first
+    wrong = backpressure.objection_to(value)
+    return wrong and _closed(wrong)
+
+
+def options_of(policy: type[RetryPolicy | CircuitBreaker], example: str) -> Objection:
+    """A dict of arguments of a policy; its whole numbers are told by its defaults."""
+    known = {each.name: each.default for each in fields(policy)}
+
+    def objection(value: Any) -> str | None:
+        if not isinstance(value, Mapping):
+            return f"Give a dict of arguments of {policy.__name__}, such as {example}."
+        for name, given in value.items():
+            if name not in known:
+                meant = _closed(did_you_mean(str(name), known))
+                return f"{policy.__name__} takes no {_shown(name)}{meant}"
+            whole = isinstance(known[name], int)
+            if not (_is_whole(given) if whole else _is_number(given)):
+                kind = "whole number" if whole else "number"
+                return f"{policy.__name__}.{name} must be a {kind}, not {_shown(given)}."
+        try:
+            policy(**value)
+        except ValueError as error:
+            return f"{error}."
+        return None
+
+    return objection
+
+
+retry_options = options_of(RetryPolicy, "{'max_retries': 5}")
+_breaker_options = options_of(CircuitBreaker, "{'failure_rate': 0.5}")
+
+
+def breaker_options_or_nothing(value: Any) -> str | None:
+    return None if value is None else _breaker_options(value)
 
 
 def _is_whole(value: Any) -> bool:
@@ -307,9 +373,33 @@ RULES: dict[str, tuple[str, Objection]] = {
     "UNHANDLED": ("E113", one_of("retry", "complete")),
     "UNHANDLED_RETRY": ("E114", retry_options),
     "MAX_CRASHES": ("E115", a_whole_number(1, MOST_CRASHES)),
-    "MAX_PAYLOAD_BYTES": ("E116", a_whole_number(1)),
+    "MAX_PAYLOAD_BYTES": ("E116", a_whole_number(1, LARGEST_PAYLOAD)),
     "MAX_PAYLOAD_DEPTH": ("E117", a_whole_number(1, DEEPEST)),
     "MAX_ERROR_BYTES": ("E118", a_whole_number(0)),
     "SHUTDOWN_TIMEOUT": ("E119", seconds()),
     "NOTIFY": ("E120", a_switch),
+    "LIMITS": ("E121", limits),
+    "BLOCK_TIMEOUT": ("E122", seconds(above=0)),
+    "DEAD_HEAD": ("E123", one_of("skip", "block")),
+    "STRICT_ORDER": ("E124", a_switch),
+    "REDACT_ERRORS": ("E125", a_function_or_nothing),
+    "BREAKER": ("E126", breaker_options_or_nothing),
+    "MAX_MEMORY": ("E127", a_whole_number(0)),
+    "REDACT_FIELDS": ("E129", a_word_list),
+    # The overview shows an hour.
+    "MINUTES_KEPT": ("E130", a_whole_number(60, 10_000_000)),
+    "MAX_EVENTS_PER_TRANSACTION": ("E131", a_whole_number(1)),
+}
+
+SCHEDULE_FIELDS = {
+    "name": "E201",
+    "type": "E202",
+    "cron": "E203",
+    "tz": "E204",
+    "payload": "E205",
+    "key": "E206",
+    "queue": "E207",
+    "priority": "E208",
+    "headers": "E209",
+    "misfire": "E210",
 }

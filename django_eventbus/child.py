@@ -13,6 +13,7 @@ import uuid
 from typing import Any
 
 EVICTED = 3
+WORN_OUT = 4
 
 
 def main(options: dict[str, Any], worker_id: uuid.UUID, memory: Any, lifeline: Any) -> None:
@@ -33,7 +34,7 @@ def main(options: dict[str, Any], worker_id: uuid.UUID, memory: Any, lifeline: A
     worker.board.finish()
     sys.stdout.flush()
     # Not sys.exit: it would wait for the threads of handlers that outlived their welcome.
-    os._exit(EVICTED if worker.evicted else 0)
+    os._exit(EVICTED if worker.evicted else WORN_OUT if worker.worn_out else 0)
 
 
 def _follow_parent(lifeline: Any, worker: Any) -> None:

@@ -41,6 +41,8 @@ class Settings:
     HANDLER_TIMEOUT: float = 30.0
     #: Keyword arguments of the default RetryPolicy.
     RETRY: Mapping[str, Any] = {}
+    #: Keyword arguments of a CircuitBreaker for every handler; None: only those that declare one.
+    BREAKER: Mapping[str, Any] | None = None
     #: "handler": each handler's database work stands alone; "event": all of an event or none.
     ATOMIC: str = "handler"
     #: What becomes of an event nobody handles: "retry" until it is a dead letter, or "complete".
@@ -52,16 +54,42 @@ class Settings:
         "multiplier": 3.0,
         "max_delay": 3600.0,
     }
+    #: What the death of an event does to later ones of its key: "skip" it, or "block" them.
+    DEAD_HEAD: str = "skip"
+    #: Publishers of one key wait for each other, so that its order is the order of their commits.
+    STRICT_ORDER: bool = False
     #: How often an event may take its worker down before it is a dead letter.
     MAX_CRASHES: int = 3
     #: The largest payload (and the largest headers), as JSON.
     MAX_PAYLOAD_BYTES: int = 256 * 1024
     #: The deepest nesting of a payload.
     MAX_PAYLOAD_DEPTH: int = 64
+    #: The most events that one transaction may publish.
+    MAX_EVENTS_PER_TRANSACTION: int = 100_000
     #: The most bytes kept of one error and its traceback.
     MAX_ERROR_BYTES: int = 16 * 1024
+    #: Dotted path of a function from text to text that every stored error goes through.
+    REDACT_ERRORS: str = ""
+    #: Fields of payloads and headers with such a word in their name are never shown in the admin.
+    REDACT_FIELDS: Sequence[str] = (
+        "password",
+        "passwd",
+        "secret",
+        "token",
+        "api_key",
+        "authorization",
+        "cookie",
+    )
+    #: The most events that may be queued, by queue, key or type, and what becomes of more.
+    LIMITS: Mapping[str, Mapping[str, Any]] = {}
+    #: Seconds that a publisher waits for room under a limit that blocks.
+    BLOCK_TIMEOUT: float = 10.0
     #: Seconds that running handlers get to finish when a worker stops.
     SHUTDOWN_TIMEOUT: float = 30.0
+    #: Megabytes of memory at which a worker process is replaced, between two batches; 0 is never.
+    MAX_MEMORY: int = 0
+    #: For how many minutes workers' figures (events, failures, times) are kept.
+    MINUTES_KEPT: int = 1440
     #: Wake workers by LISTEN/NOTIFY where the database has it; turn off behind a pooler.
     NOTIFY: bool = True
 

@@ -1,21 +1,25 @@
-"""The dead letters: list, retry, purge. Needs no worker, only the database."""
+"""The dead letters: list, group, retry, edit, purge. Needs no worker, only the database."""
 
 from __future__ import annotations
 
 import builtins
 import uuid
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import QuerySet
 from django.db.models.functions import Left
 
+from django_eventbus.events import check_payload, class_for, from_payload
 from django_eventbus.models import DeadEvent, EventLog
 from django_eventbus.publishing import wake_on_commit
-from django_eventbus.store import Store, store_for
+from django_eventbus.retention import moment, purge_in_batches
+from django_eventbus.store import store_for
 
 CHUNK = 1000
+MOST_GROUPS = 1000
 
 
 def matching(
@@ -24,8 +28,9 @@ def matching(
     handler: str | None = None,
     queue: str | None = None,
     key: str | None = None,
-    event_id: uuid.UUID | None = None,
+    event_id: uuid.UUID | Iterable[uuid.UUID] | None = None,
     error_type: str | None = None,
+    fingerprint: str | None = None,
     older_than: timedelta | datetime | None = None,
     using: str | None = None,
 ) -> QuerySet[DeadEvent]:
@@ -34,16 +39,18 @@ def matching(
     rows: QuerySet[DeadEvent] = DeadEvent.objects.using(store.using)
     if type is not None:
         rows = _of_type(rows, type)
+    if event_id is not None:
+        rows = rows.filter(event_id__in=_ids(event_id))
     exact = {
         "dead_handler": handler,
         "queue": queue,
         "key": key,
-        "event_id": event_id,
         "error_type": error_type,
+        "error_fingerprint": fingerprint,
     }
     rows = rows.filter(**{name: value for name, value in exact.items() if value is not None})
     if older_than is not None:
-        rows = rows.filter(finished_at__lte=_moment(store, older_than))
+        rows = rows.filter(finished_at__lte=moment(store, older_than))
     return rows
 
 
@@ -56,6 +63,9 @@ def list(limit: int = 100, offset: int = 0, **filters: Any) -> builtins.list[Dea
 def retry(
     event: EventLog | uuid.UUID | Iterable[EventLog | uuid.UUID] | None = None,
     *,
+    per_minute: float | None = None,
+    delay: float = 0.0,
+    only: str | None = None,
     using: str | None = None,
     progress: Callable[[int], None] = lambda done: None,
     **filters: Any,
@@ -63,19 +73,44 @@ def retry(
     """Put dead letters back into the queue as if they were new; returns how many.
 
     Give an event, its id, several of them, or filters. Handlers that had succeeded are not run
-    again; what is not dead (any more) is passed over.
+    again; what is not dead (any more) is passed over. With ``per_minute`` they become ready one
+    after the other at that pace, the first after ``delay`` seconds. ``only`` names a handler that
+    is to try again, while others that died stay dead.
     """
     _required(event, filters)
     store = store_for(using)
     rows = matching(using=store.using, **filters)
     if event is not None:
         rows = rows.filter(event_id__in=_ids(event))
+    every = _seconds_between(per_minute)
     retried = 0
     for ids in _chunks(rows):
-        retried += store.revive(ids)
+        start = delay + retried * every
+        retried += store.revive(ids, delay=start, every=every, handler=only)
         wake_on_commit(store.using)
         progress(retried)
     return retried
+
+
+def edit(
+    event: EventLog | uuid.UUID, payload: Any, *, by: str = "", using: str | None = None
+) -> bool:
+    """Retry a dead letter with another payload; the one it had is kept in its ``edits``.
+
+    The payload is checked as when it is published, and that it fits the class of the event, if
+    there is one: raises InvalidPayloadError or UnknownEventError. False if it is not dead any
+    more.
+    """
+    store = store_for(using)
+    letter = matching(using=store.using, event_id=_ids(event)).only("id", "type").first()
+    check_payload(payload, depth=store.deepest_json)
+    if letter is None:
+        return False
+    if cls := class_for(letter.type):
+        from_payload(cls, payload)
+    edited = store.edit(letter.pk, payload, by=by)
+    wake_on_commit(store.using)
+    return edited
 
 
 def purge(
@@ -89,11 +124,49 @@ def purge(
     _required(older_than, filters)
     store = store_for(using)
     rows = matching(using=store.using, older_than=older_than, **filters)
-    purged = 0
-    while deleted := store.purge(rows, limit=CHUNK):
-        purged += deleted
-        progress(purged)
-    return purged
+    return purge_in_batches(store, rows, batch_size=CHUNK, progress=progress)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Dead letters of one handler, one type of error and one line of code."""
+
+    fingerprint: str
+    #: Counting stops at ``count_at_most``.
+    count: int
+    first_at: datetime
+    last_at: datetime
+    #: The one that died last, without payload.
+    latest: DeadEvent
+
+
+def groups(
+    limit: int = 100,
+    offset: int = 0,
+    *,
+    count_at_most: int = 10_001,
+    using: str | None = None,
+) -> builtins.list[Group]:
+    """Those with the newest dead letter first. Reads no more than that: neither all dead letters,
+    nor more than ``MOST_GROUPS`` groups."""
+    store = store_for(using)
+    found = store.dead_groups(at_most=MOST_GROUPS)
+    found.sort(key=lambda each: each.last_at, reverse=True)
+    chosen = found[offset : offset + limit]
+    counts = store.count_dead([each.fingerprint for each in chosen], at_most=count_at_most)
+    rows = matching(using=store.using).defer("payload", "headers", "edits")
+    latest = rows.in_bulk([each.latest_id for each in chosen])
+    return [
+        Group(
+            fingerprint=each.fingerprint,
+            count=counts[each.fingerprint],
+            first_at=each.first_at,
+            last_at=each.last_at,
+            latest=latest[each.latest_id],
+        )
+        for each in chosen
+        if each.latest_id in latest
+    ]
 
 
 def _of_type(rows: QuerySet[DeadEvent], type_name: str) -> QuerySet[DeadEvent]:
@@ -111,10 +184,12 @@ def _required(event: Any, filters: dict[str, Any]) -> None:
         raise ValueError("say which dead letters are meant; all of them are type='*'")
 
 
-def _moment(store: Store, older_than: timedelta | datetime) -> datetime:
-    if isinstance(older_than, datetime):
-        return older_than
-    return store.read_clock() - older_than
+def _seconds_between(per_minute: float | None) -> float:
+    if per_minute is None:
+        return 0.0
+    if not per_minute > 0:
+        raise ValueError(f"per_minute must be more than 0, not {per_minute!r}")
+    return 60 / per_minute
 
 
 def _ids(event: Any) -> builtins.list[uuid.UUID]:

@@ -13,6 +13,8 @@ import signal
 import struct
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from django_eventbus.exceptions import HandlerTimeout
@@ -20,6 +22,8 @@ from django_eventbus.exceptions import HandlerTimeout
 LOOK_EVERY = 0.05
 #: psycopg looks for signals when 100 ms have passed undisturbed: do not disturb it more often.
 AGAIN_AFTER = 0.5
+#: Seconds after which nobody waits any longer for an answer of the database.
+NO_ANSWER_AFTER = 60.0
 
 _COUNTERS = struct.Struct("<qqqq")
 _SLOT = struct.Struct("<qd200s")
@@ -40,21 +44,27 @@ class Board:
     def local(cls, threads: int) -> Board:
         return cls(bytearray(cls.size(threads)))
 
-    def write(self, thread: int, row_id: int, deadline: float, handler: bytes) -> None:
-        _SLOT.pack_into(self._memory, self._offset(thread), row_id, deadline, handler)
-
-    def clear(self, thread: int) -> None:
-        _ROW_ID.pack_into(self._memory, self._offset(thread), 0)
+    def slot(self, thread: int) -> tuple[Callable[..., None], Callable[..., None]]:
+        """How a thread writes down (row id, deadline, handler), and the row id alone: 0 is none."""
+        where = (self._memory, self._offset(thread))
+        return partial(_SLOT.pack_into, *where), partial(_ROW_ID.pack_into, *where)
 
     def running(self) -> list[tuple[int, float, str]]:
         """(row id, deadline on the monotonic clock, handler) of every handler that runs."""
-        threads = (len(self._memory) - _COUNTERS.size) // _SLOT.size
-        slots = [_SLOT.unpack_from(self._memory, self._offset(i)) for i in range(threads)]
         return [
             (row_id, deadline, name.rstrip(b"\0").decode("utf-8", "replace"))
-            for row_id, deadline, name in slots
+            for row_id, deadline, name in self._slots()
             if row_id
         ]
+
+    def _slots(self) -> list[tuple[int, float, bytes]]:
+        threads = (len(self._memory) - _COUNTERS.size) // _SLOT.size
+        return [_SLOT.unpack_from(self._memory, self._offset(i)) for i in range(threads)]
+
+    def expected_by(self) -> float:
+        """When the next move of the last of the threads that run no handler was expected."""
+        idle = [due for row_id, due, _ in self._slots() if not row_id and due]
+        return min(idle, default=float("inf"))
 
     def count(self, handled: int, failed: int, dead: int) -> None:
         before = self.counted()
@@ -80,19 +90,18 @@ class Watch:
     """One thread's stopwatch: ``start`` and ``stop`` around each handler, both cheap."""
 
     def __init__(self, board: Board, thread: int = 0) -> None:
-        self._board = board
-        self._thread = thread
+        self._write, self._clear = board.slot(thread)
         self._ident = threading.get_ident()
         self._is_main = threading.current_thread() is threading.main_thread()
         self._lock = threading.Lock()
         self._deadline: float | None = None
         self._interrupted_at = 0.0
-        #: The driver's connection of this thread, whose query can be cancelled from outside.
-        self.driver: Any = None
+        #: The connection of this thread, whose query can be cancelled from outside.
+        self.connection: Any = None
 
     def start(self, row_id: int, handler: bytes, seconds: float) -> None:
-        self._deadline = time.monotonic() + seconds
-        self._board.write(self._thread, row_id, self._deadline, handler)
+        self._deadline = deadline = time.monotonic() + seconds
+        self._write(row_id, deadline, handler)
 
     def stop(self) -> None:
         if self._is_main:
@@ -102,7 +111,11 @@ class Watch:
                 self._deadline = None
                 # Set, but not yet raised: it would hit our own code.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._ident), None)
-        self._board.clear(self._thread)
+        self._clear(0)
+
+    def expect(self, seconds: float) -> None:
+        """No handler runs, and the thread will be heard of again after so many seconds."""
+        self._write(0, time.monotonic() + seconds, b"")
 
     def overdue(self) -> bool:
         deadline = self._deadline
@@ -124,7 +137,7 @@ class Watch:
                 )
                 # Raised when Python runs again; a query it waits for has to end first.
                 with contextlib.suppress(Exception):
-                    self.driver.cancel()
+                    self.connection.connection.cancel()
 
     def on_alarm(self, signum: int, frame: Any) -> None:
         if self.overdue():

@@ -7,24 +7,27 @@ that only the guilty one suffers.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from django.db import Error
 
 from django_eventbus import failures
+from django_eventbus.admission import Admission
+from django_eventbus.batch import Batch, Tally
+from django_eventbus.calling import AsyncLoop, Caller, explained
 from django_eventbus.conf import settings
 from django_eventbus.deadlines import Watch
-from django_eventbus.events import ClaimedEvent, Envelope, now_handling
-from django_eventbus.exceptions import ClaimLostError, EventBusError, HandlerTimeout
+from django_eventbus.events import ClaimedEvent
+from django_eventbus.exceptions import ClaimLostError, EventBusError
+from django_eventbus.failpoints import reached
+from django_eventbus.minutes import Minutes, Settled
 from django_eventbus.models import LogStatus
 from django_eventbus.progress import NO_HANDLER, Outcome, Progress, crashed
 from django_eventbus.registry import Handler, did_you_mean, registry
@@ -33,74 +36,26 @@ from django_eventbus.signals import delivery_failed, delivery_succeeded, event_d
 from django_eventbus.store import (
     Completed,
     Finished,
+    Held,
     Postponed,
     Progressed,
     Settlement,
     Store,
+    is_shortage,
     is_trouble,
 )
-from django_eventbus.transactions import GroupLostError, GroupTransaction, in_transaction
+from django_eventbus.transactions import (
+    GroupLostError,
+    GroupTransaction,
+    SessionWatch,
+    in_transaction,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GROUP_SECONDS = 0.05
 GROUP_SAVEPOINTS = 50
-LOOP_GRACE = 1.0
-NO_ROW = -1
-
-
-@dataclass(slots=True)
-class Tally:
-    """What a batch came to: events that ended, that wait for a retry, attempts that failed …"""
-
-    handled: int = 0
-    postponed: int = 0
-    failed: int = 0
-    dead: int = 0
-    lost: int = 0
-
-
-@dataclass(slots=True)
-class Batch:
-    """The events of one claim, and what became of them so far."""
-
-    token: uuid.UUID
-    tally: Tally = field(default_factory=Tally)
-    #: Events with handlers that want no transaction, ready to be given to them.
-    outside: list[Progress] = field(default_factory=list)
-    unstarted: list[Progress] = field(default_factory=list)
-    #: Lanes held, and for how many seconds those are blocked whose head failed.
-    lanes: set[int] = field(default_factory=set)
-    blocked: dict[int, float] = field(default_factory=dict)
-
-    def next_wave(self, waiting: list[Progress]) -> tuple[list[Progress], list[Progress]]:
-        """Of each lane, events up to the first that cannot be finished inside a group."""
-        wave: list[Progress] = []
-        later: list[Progress] = []
-        busy: set[int] = set()
-        for each in waiting:
-            lane = each.event.lane_id
-            if lane is None:
-                wave.append(each)
-                continue
-            self.lanes.add(lane)
-            if lane in busy:
-                later.append(each)
-                continue
-            wave.append(each)
-            if each.outside or each.event.crashes:
-                busy.add(lane)
-        return wave, later
-
-    def is_blocked(self, progress: Progress) -> bool:
-        return progress.event.lane_id in self.blocked
-
-    def note(self, progress: Progress, settlement: Settlement) -> None:
-        """An event that goes back to the queue holds up the rest of its lane."""
-        lane = progress.event.lane_id
-        if lane is not None and isinstance(settlement, Postponed):
-            self.blocked[lane] = settlement.delay
 
 
 @dataclass(slots=True)
@@ -110,35 +65,6 @@ class Suspects:
     worker_id: uuid.UUID
     rows: set[int] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-class AsyncLoop:
-    """An event loop in a thread of its own, started when the first coroutine comes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def submit(self, coroutine: Coroutine[Any, Any, None]) -> Future[None]:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="eventbus-async", daemon=True
-                )
-                self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def stop(self) -> None:
-        """A coroutine that blocks the loop for good stays behind with it."""
-        if self._loop is None or self._thread is None:
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(LOOP_GRACE)
-        if not self._thread.is_alive():
-            self._loop.close()
-        self._loop = None
 
 
 class Deliverer:
@@ -151,41 +77,56 @@ class Deliverer:
         watch: Watch,
         suspects: Suspects,
         loop: AsyncLoop,
+        admission: Admission,
+        minutes: Minutes,
         stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.store = store
-        self.watch = watch
+        self.admission = admission
+        self.minutes = minutes
+        self.caller = Caller(watch, loop)
         self.suspects = suspects
-        self.loop = loop
         self.stopping = stopping
         self._group_size = settings.BATCH_SIZE
+        self._together = False
+        self._announced: int | None = None
 
     def deliver(self, events: list[ClaimedEvent]) -> Tally:
         """Run the handlers of a claim's events; give back what a shutdown leaves unstarted."""
-        batch = Batch(token=events[0].claim.token)
-        self.watch.driver = self.store.connection.connection
+        batch = Batch(token=events[0].claim.token, queue=events[0].claim.queue)
+        self._together = settings.ATOMIC == "event"
+        self.caller.watch.connection = self.store.connection
         waiting = []
         for event in events:
             if event.crashes >= settings.MAX_CRASHES:
                 self._bury(batch, event)
             else:
                 waiting.append(Progress(event))
-        while waiting and not self.stopping():
+        self.admission.begin(waiting)
+        while waiting and not self._halted(batch):
             wave, waiting = batch.next_wave(waiting)
             self._deliver_wave(batch, wave)
         batch.unstarted += waiting
         self._give_back(batch)
+        self.ride_out(self.admission.end)
         return batch.tally
+
+    def _halted(self, batch: Batch) -> bool:
+        return self.stopping() or self.admission.gates.is_paused(batch.queue)
 
     def _deliver_wave(self, batch: Batch, wave: list[Progress]) -> None:
         grouped = deque(each for each in wave if not each.event.crashes)
-        while grouped and not self.stopping():
+        while grouped and not self._halted(batch):
             self._run_group(batch, grouped)
+            self.ride_out(self.admission.keep_up)
         batch.unstarted += grouped
         self._run_outside(batch)
-        for each in wave:
-            if each.event.crashes:
-                self._run_suspect(batch, each)
+        try:
+            for each in wave:
+                if each.event.crashes:
+                    self._run_suspect(batch, each)
+        finally:
+            self._announce(None)
 
     # -- in a transaction, together
 
@@ -194,6 +135,7 @@ class Deliverer:
         members: list[Progress] = []
         settlements: list[Settlement] = []
         full_at = time.monotonic() + GROUP_SECONDS
+        guarded = self.admission.is_needed
         try:
             with self._transaction() as group:
                 while grouped and len(members) < self._group_size and not self.stopping():
@@ -202,52 +144,48 @@ class Deliverer:
                         batch.unstarted.append(progress)
                         continue
                     members.append(progress)
+                    if guarded:
+                        self.admission.hold_back(progress)
                     self._run_atomic(progress, progress.atomic, group)
                     settlements.append(settlement := progress.settlement())
-                    batch.note(progress, settlement)
-                    if group.savepoints >= GROUP_SAVEPOINTS or time.monotonic() > full_at:
+                    batch.note(progress.event, settlement)
+                    full = group.disturbed or group.savepoints >= GROUP_SAVEPOINTS
+                    if full or time.monotonic() > full_at:
                         break
                 self._settle(batch, settlements)
+            reached("settle.committed")
         except (GroupLostError, ClaimLostError, Error) as error:
-            logger.info("%s events are run again one by one: %s", len(members), error)
+            logger.info(
+                "%s events are run again one by one: %s", len(members), failures.in_a_line(error)
+            )
             self._group_size = 1
-            self._run_each_alone(batch, members)
+            self._run_each_alone(batch, members, settlements)
         else:
             self._group_size = min(self._group_size * 2, settings.BATCH_SIZE)
-            quiet = not delivery_succeeded.has_listeners()
+            quiet = not (delivery_succeeded.has_listeners() or self.admission.counts)
+            completed: list[Settled] = []
             for progress, settlement in zip(members, settlements, strict=True):
                 if quiet and isinstance(settlement, Completed):
-                    batch.tally.handled += 1
+                    completed.append((progress.event, settlement, progress.outcomes))
                 else:
                     self._committed(batch, progress, settlement)
+            batch.tally.handled += len(completed)
+            self.minutes.count(batch.queue, completed)
 
     def _transaction(self) -> GroupTransaction:
-        return GroupTransaction(self.store.using, self._guarded)
-
-    def _guarded(self, hook: Callable[[], Any]) -> Callable[[], Any]:
-        """An on_commit callback has a deadline too, and can only harm itself."""
-
-        def run() -> None:
-            self.watch.start(NO_ROW, b"on_commit", settings.HANDLER_TIMEOUT)
-            try:
-                try:
-                    hook()
-                finally:
-                    self.watch.stop()
-            except BaseException:
-                logger.exception("an on_commit callback of a handler failed: %r", hook)
-
-        return run
+        return GroupTransaction(self.store.using, self.caller.guarded)
 
     def _run_atomic(
         self, progress: Progress, handlers: list[Handler], group: GroupTransaction
     ) -> None:
         if progress.states or not (handlers or progress.outside):
             self._fail_unanswered(progress)
-        if settings.ATOMIC == "event" and handlers:
+        if self._together and handlers:
             self._run_in_savepoint(progress, handlers, group)
             return
         for handler in handlers:
+            if group.disturbed:
+                raise GroupLostError("a handler changed its session: the next gets another")
             self._run_in_savepoint(progress, [handler], group)
 
     def _run_in_savepoint(
@@ -258,7 +196,7 @@ class Deliverer:
         group.start()
         try:
             for handler in handlers:
-                self._call(progress, handler)
+                self.caller.call(progress, handler)
             group.keep()
         except GroupLostError:
             raise
@@ -267,42 +205,17 @@ class Deliverer:
                 group.undo()
             except GroupLostError as lost:
                 raise lost from error
-            progress.halted = settings.ATOMIC == "event"
+            progress.halted = self._together
             self._failed(progress, handler, error, started)
         else:
             seconds = time.monotonic() - started
             for handler in handlers:
                 progress.succeed(handler.name, seconds)
 
-    def _call(self, progress: Progress, handler: Handler) -> None:
-        event = progress.event
-        progress.current = handler
-        envelope = self._envelope(progress, handler)
-        self.watch.start(event.row_id, handler.stored_name, handler.deadline)
-        now_handling(event.event_id)
-        try:
-            result = handler.func(envelope)
-        finally:
-            now_handling(None)
-            self.watch.stop()
-        if result is not None and asyncio.iscoroutine(result):
-            result.close()
-            raise EventBusError(
-                f"{handler.name} gave a coroutine that nobody awaits: declare it with async def"
-            )
-
-    @staticmethod
-    def _envelope(progress: Progress, handler: Handler) -> Envelope[Any]:
-        return Envelope(
-            progress.event,
-            handler_name=handler.name,
-            attempt=progress.attempt_of(handler.name),
-        )
-
     @staticmethod
     def _failed(progress: Progress, handler: Handler, error: BaseException, started: float) -> None:
         seconds = time.monotonic() - started
-        progress.fail(handler.name, _explained(error, handler), handler.retry_policy, seconds)
+        progress.fail(handler.name, explained(error, handler), handler.retry_policy, seconds)
 
     @staticmethod
     def _fail_unanswered(progress: Progress) -> None:
@@ -318,20 +231,29 @@ class Deliverer:
             each for each in settlements if not isinstance(each, Progressed) or each.deliveries
         ]
         self.store.settle(batch.token, telling)
+        reached("settle.before_commit")
 
     # -- alone
 
-    def _run_each_alone(self, batch: Batch, members: list[Progress]) -> None:
+    def _run_each_alone(
+        self, batch: Batch, members: list[Progress], settlements: list[Settlement]
+    ) -> None:
+        held = self._still_held(batch, members)
+        unheard = dict(zip(map(id, members), settlements, strict=False))
         for each in members:
-            each.forget()
+            if not each.is_told_by(held.get(each.event.row_id)):
+                unheard.pop(id(each), None)
+                each.forget()
             if each.event.lane_id is not None:
                 batch.blocked.pop(each.event.lane_id, None)
         lanes = (each.event.lane_id for each in batch.unstarted)
         passed_over = {lane_id for lane_id in lanes if lane_id is not None}
-        held = self._still_held(batch, members)
         for each in members:
             if each.event.row_id not in held:
                 batch.tally.lost += 1
+                batch.hold_up(each)
+            elif id(each) in unheard:
+                self._committed(batch, each, unheard[id(each)])
             elif batch.is_blocked(each):
                 batch.unstarted.append(each)
             else:
@@ -340,42 +262,50 @@ class Deliverer:
         for lane_id in passed_over:
             batch.blocked.setdefault(lane_id, 0.0)
 
-    def _still_held(self, batch: Batch, members: list[Progress]) -> set[int]:
-        """Also the answer to a COMMIT whose reply was lost: what was settled is not held."""
+    def _still_held(self, batch: Batch, members: list[Progress]) -> dict[int, Any]:
+        """Also the answer to a COMMIT whose reply was lost: what was settled is not held, and
+        what was to go on under this claim has the outcomes in its deliveries."""
         self._drop_connection()
         rows = [each.event.row_id for each in members]
         return self.ride_out(lambda: self.store.still_held(batch.token, rows))
 
     def _run_alone(self, batch: Batch, progress: Progress) -> None:
         """A transaction for each handler, so that what breaks it is known."""
-        together = settings.ATOMIC == "event" or not progress.atomic
+        together = self._together or not progress.atomic
         units = [progress.atomic] if together else [[each] for each in progress.atomic]
         for unit in units:
             settlement = self._run_unit(batch, progress, unit)
             if settlement is None:
+                batch.hold_up(progress)
                 return
-            batch.note(progress, settlement)
+            batch.note(progress.event, settlement)
             self._committed(batch, progress, settlement)
 
     def _run_unit(
         self, batch: Batch, progress: Progress, handlers: list[Handler]
     ) -> Settlement | None:
         """None if the event is not ours any more."""
+        settlement: Settlement | None = None
         try:
             with self._transaction() as group:
                 self._run_atomic(progress, handlers, group)
                 settlement = progress.settlement()
                 self._settle(batch, [settlement])
+            reached("settle.committed")
         except ClaimLostError:
             batch.tally.lost += 1
             return None
         except (GroupLostError, Error) as error:
-            progress.forget()
-            if not self._still_held(batch, [progress]):
+            held = self._still_held(batch, [progress])
+            if not held:
+                progress.forget()
                 batch.tally.lost += 1
                 return None
+            if progress.is_told_by(held[progress.event.row_id]):
+                return settlement
+            progress.forget()
             guilty = progress.current
-            if guilty is None:
+            if guilty is None or is_shortage(error):
                 raise
             cause = error.__cause__ if isinstance(error, GroupLostError) else None
             self._failed(progress, guilty, cause or error, time.monotonic())
@@ -388,6 +318,7 @@ class Deliverer:
         def write() -> None:
             with self.store.atomic():
                 self._settle(batch, [settlement])
+            reached("settle.committed")
 
         try:
             self.ride_out(write)
@@ -398,10 +329,11 @@ class Deliverer:
 
     def _run_suspect(self, batch: Batch, progress: Progress) -> None:
         """An event that was there when a worker died runs alone, and that is written down first."""
-        if batch.is_blocked(progress) or self.stopping():
+        if batch.is_blocked(progress) or self._halted(batch):
             batch.unstarted.append(progress)
             return
-        self._announce(progress, runs=True)
+        self.admission.hold_back(progress)
+        self._announce(progress.event.row_id)
         try:
             self._run_alone(batch, progress)
             self._run_outside(batch)
@@ -409,12 +341,13 @@ class Deliverer:
             # A fault of our own, and this event's: it must not take the others with it again.
             if is_trouble(error):
                 raise
-            logger.exception("%s could not be delivered", progress.event.event_id)
+            logger.error(
+                "%s could not be delivered: %s",
+                progress.event.event_id,
+                failures.in_a_line(error),
+            )
             self.take_back(batch.token, error, progress.event, only_this=True)
-            if progress.event.lane_id is not None:
-                batch.blocked.setdefault(progress.event.lane_id, 0.0)
-        finally:
-            self._announce(progress, runs=False)
+            batch.hold_up(progress)
 
     def take_back(
         self, token: uuid.UUID, error: Exception, event: ClaimedEvent, *, only_this: bool = False
@@ -430,15 +363,22 @@ class Deliverer:
         if event.lane_id is not None:
             batch.lanes.add(event.lane_id)
         settlement = crashed(event)
+        batch.note(event, settlement)
         if self._settle_now(batch, settlement):
             batch.tally.handled += 1
             batch.tally.dead += 1
+            self.minutes.count(batch.queue, [(event, settlement, ())])
             event_dead_lettered.send_robust(Deliverer, event=event, status=settlement.status)
 
-    def _announce(self, progress: Progress, *, runs: bool) -> None:
+    def _announce(self, row_id: int | None) -> None:
+        """Write down which suspect runs. The name of one stands until that of the next: a death
+        in between is not laid at the door of all the others."""
+        if row_id == self._announced:
+            return
         with self.suspects.lock:
-            change = self.suspects.rows.add if runs else self.suspects.rows.discard
-            change(progress.event.row_id)
+            self.suspects.rows.discard(self._announced or 0)
+            self.suspects.rows |= {row_id} if row_id else set()
+            self._announced = row_id
             rows = sorted(self.suspects.rows)
             self.ride_out(lambda: self.store.suspect(self.suspects.worker_id, rows))
 
@@ -449,16 +389,21 @@ class Deliverer:
         members, batch.outside = batch.outside, []
         running = {
             id(progress): [
-                (handler, time.monotonic(), self._start_async(progress, handler))
+                (
+                    handler,
+                    time.monotonic(),
+                    self.caller.start(progress, handler, self.admission.turn_of(handler)),
+                )
                 for handler in progress.outside
                 if handler.is_async
             ]
             for progress in members
         }
         for progress in members:
-            if self.stopping() and not running[id(progress)]:
+            if self._halted(batch) and not running[id(progress)]:
                 batch.unstarted.append(progress)
                 continue
+            self.admission.hold_back_again(progress)
             for handler in progress.outside:
                 if not handler.is_async:
                     self._run_plain(progress, handler)
@@ -466,31 +411,40 @@ class Deliverer:
                 self._settle_outside(batch, progress)
         for progress in members:
             for handler, started, future in running[id(progress)]:
-                self._collect_async(progress, handler, started, future)
+                try:
+                    self.caller.collect(progress, handler, future)
+                except BaseException as error:
+                    self._failed(progress, handler, error, started)
+                else:
+                    progress.succeed(handler.name, time.monotonic() - started)
             if running[id(progress)]:
                 self._settle_outside(batch, progress)
 
     def _settle_outside(self, batch: Batch, progress: Progress) -> None:
         """At once: what it did outside cannot be taken back if the worker dies."""
         settlement = progress.settlement()
-        batch.note(progress, settlement)
+        batch.note(progress.event, settlement)
         if self._settle_now(batch, settlement):
             self._committed(batch, progress, settlement)
+        self.ride_out(self.admission.keep_up)
 
     def _run_plain(self, progress: Progress, handler: Handler) -> None:
         started = time.monotonic()
         error: BaseException | None = None
+        session = SessionWatch()
         try:
-            self._call(progress, handler)
+            with self.store.connection.execute_wrapper(session):
+                self.caller.call(progress, handler)
         except BaseException as raised:
             error = raised
         if self._left_open():
             error = error or EventBusError("the handler left a transaction open")
+        if error or session.changed:
+            self._drop_connection()
         if error is None:
             progress.succeed(handler.name, time.monotonic() - started)
         else:
             self._failed(progress, handler, error, started)
-            self._drop_connection()
 
     def _left_open(self) -> bool:
         """A transaction left open would swallow the settlements of all that follow."""
@@ -508,38 +462,15 @@ class Deliverer:
         connection.close()
         return True
 
-    def _start_async(self, progress: Progress, handler: Handler) -> Future[None]:
-        envelope = self._envelope(progress, handler)
-
-        async def run() -> None:
-            now_handling(progress.event.event_id)
-            async with asyncio.timeout(handler.deadline):
-                await handler.func(envelope)
-
-        return self.loop.submit(run())
-
-    def _collect_async(
-        self, progress: Progress, handler: Handler, started: float, future: Future[None]
-    ) -> None:
-        # A coroutine that blocks its loop keeps its own timeout from firing; ours is the second.
-        self.watch.start(progress.event.row_id, handler.stored_name, handler.deadline + LOOP_GRACE)
-        try:
-            try:
-                future.result()
-            finally:
-                self.watch.stop()
-        except BaseException as error:
-            future.cancel()
-            self._failed(progress, handler, error, started)
-        else:
-            progress.succeed(handler.name, time.monotonic() - started)
-
     # -- afterwards
 
     def _committed(self, batch: Batch, progress: Progress, settlement: Settlement) -> None:
         """Count and tell what is now on disk."""
-        for outcome in progress.commit():
+        outcomes = progress.commit()
+        self.minutes.count(batch.queue, [(progress.event, settlement, outcomes)])
+        for outcome in outcomes:
             batch.tally.failed += outcome.error is not None
+            self.admission.note(outcome)
             _tell(progress.event, outcome)
         if isinstance(settlement, Progressed):
             if not progress.atomic:
@@ -547,6 +478,8 @@ class Deliverer:
             return
         if isinstance(settlement, Postponed):
             batch.tally.postponed += 1
+            return
+        if isinstance(settlement, Held):
             return
         batch.tally.handled += 1
         if isinstance(settlement, Finished) and settlement.status != LogStatus.COMPLETED:
@@ -559,6 +492,7 @@ class Deliverer:
         """Unstarted events return uncharged, lanes become free."""
         rows = [each.event.row_id for each in batch.unstarted]
         if rows:
+            reached("release.before")
             self.ride_out(lambda: self.store.release(batch.token, rows))
         if batch.lanes:
             waits = {lane: batch.blocked.get(lane, 0.0) for lane in batch.lanes}
@@ -584,22 +518,14 @@ class Deliverer:
                     give_up_at = give_up_at or time.monotonic() + settings.SHUTDOWN_TIMEOUT
                 if give_up_at and time.monotonic() > give_up_at:
                     raise
-                logger.warning("the database does not answer, next try in %.1f s: %s", wait, error)
+                logger.warning(
+                    "the database does not answer, next try in %.1f s: %s",
+                    wait,
+                    failures.in_a_line(error),
+                )
+                self.caller.watch.expect(wait)
                 time.sleep(wait)
                 wait = min(wait * 2, 5.0)
-
-
-def _explained(error: BaseException, handler: Handler) -> BaseException:
-    """The error a reader at night needs to see."""
-    if isinstance(error, HandlerTimeout | TimeoutError) and not str(error):
-        text = f"{handler.name} ran longer than {handler.deadline:g} s"
-        return TimeoutError(text).with_traceback(error.__traceback__)
-    if isinstance(error, RuntimeError) and "durable atomic block" in str(error):
-        error.add_note(
-            "Handlers run inside the worker's transaction; one that needs its own declares "
-            "@handler(..., atomic=False)."
-        )
-    return error
 
 
 def _nobody(type_name: str, name: str) -> str:
@@ -624,5 +550,9 @@ def _tell(event: ClaimedEvent, outcome: Outcome) -> None:
             delivery_succeeded.send_robust(Deliverer, **facts)
     else:
         delivery_failed.send_robust(
-            Deliverer, error=outcome.error, retry_in=outcome.retry_in, **facts
+            Deliverer,
+            error=outcome.error,
+            exception=outcome.exception,
+            retry_in=outcome.retry_in,
+            **facts,
         )

@@ -45,6 +45,11 @@ from django_eventbus.exceptions import (
 )
 
 MAX_NAME_LENGTH = 200
+#: The most that MAX_PAYLOAD_BYTES can be.
+LARGEST_PAYLOAD = 2**20
+#: What the database itself refuses to store. Its own form of JSON may take six times the text:
+#: PostgreSQL needs twelve bytes for each of [1,1,1,…].
+LARGEST_STORED = 8 * LARGEST_PAYLOAD
 MAX_INTEGER_BITS = 1024
 MAX_VERSION = 32767
 
@@ -104,7 +109,7 @@ def _remember(type_name: str, cls: type[Event]) -> None:
     _classes[type_name] = cls
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Claim:
     """One act of claiming: what all its events have in common."""
 
@@ -112,6 +117,9 @@ class Claim:
     worker_id: uuid.UUID
     namespace: str
     queue: str
+    #: When its events were known here, by this process's stopwatch. Not when it was asked for: a
+    #: clock that runs ahead of the database's would find handlers due that are not.
+    answered_at: float = dataclasses.field(default_factory=time.monotonic)
 
 
 @dataclasses.dataclass(slots=True)
@@ -136,10 +144,10 @@ class ClaimedEvent:
     producer: str
     caused_by: uuid.UUID | None
     created_epoch: float
+    due_epoch: float | None
     started_epoch: float
     deliveries_json: str | None
     errors_json: str | None
-    claimed_monotonic: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def created_at(self) -> datetime:
@@ -149,10 +157,17 @@ class ClaimedEvent:
     def processing_started_at(self) -> datetime:
         return datetime.fromtimestamp(self.started_epoch, UTC)
 
+    def age(self, epoch: float) -> float:
+        """Seconds since it could have been handled; the time it was published for may be past."""
+        since = max(self.created_epoch, self.due_epoch or 0.0)
+        return max(0.0, epoch - since)
+
     def database_now(self) -> datetime:
         """The database's clock, read at the claim and carried on by this process's stopwatch."""
-        passed = time.monotonic() - self.claimed_monotonic
-        return datetime.fromtimestamp(self.started_epoch + passed, UTC)
+        return datetime.fromtimestamp(self.database_epoch(), UTC)
+
+    def database_epoch(self) -> float:
+        return self.started_epoch + time.monotonic() - self.claim.answered_at
 
 
 _UNREAD = object()
@@ -256,8 +271,8 @@ def being_handled() -> uuid.UUID | None:
     return _being_handled.get()
 
 
-def now_handling(event_id: uuid.UUID | None) -> None:
-    _being_handled.set(event_id)
+#: Takes the id of the event whose handler runs from now on, or None.
+now_handling = _being_handled.set
 
 
 def uuid7() -> uuid.UUID:
@@ -405,25 +420,25 @@ def to_payload(event: Event) -> dict[str, Any]:
             f'class {type(event).__name__}(Event, type="…") to publish it'
         )
     return {
-        field.name: _plain(getattr(event, field.name))
+        field.name: plain(getattr(event, field.name))
         for field in dataclasses.fields(cast(Any, event))
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """As JSON can hold it; moments to the microsecond, which Django's encoder would cut."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, datetime) or (isinstance(value, day_time) and value.tzinfo is None):
         return value.isoformat()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted((_plain(item) for item in value), key=repr)
+        return sorted((plain(item) for item in value), key=repr)
     return value
 
 

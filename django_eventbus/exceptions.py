@@ -26,19 +26,31 @@ class UnknownQueueError(EventBusError, ValueError):
 
 
 class DuplicateEventError(EventBusError):
-    """Two event classes claim the same type name."""
+    """Two event classes claim the same type name, or an event that must be new is known."""
 
 
 class DuplicateHandlerError(EventBusError):
     """Two handlers claim the same stored name."""
 
 
+class InvalidScheduleError(EventBusError, ValueError):
+    """A schedule that could not fire as it is written, or one that is not there."""
+
+
+class MissingLibraryError(EventBusError):
+    """A feature needs an optional library; the message says how to install it."""
+
+
 class ForeignTransactionError(EventBusError):
     """The event would not be part of the transaction that is open around ``publish()``."""
 
 
+class BridgeError(EventBusError):
+    """A bridge could not make its event, so what it would have told of must not happen either."""
+
+
 class BackpressureError(EventBusError):
-    """The queue is full and its policy is to say so."""
+    """A limit is reached, and its policy is to say so, or to wait no longer."""
 
 
 class EventBusShutdownError(EventBusError):

@@ -1,4 +1,4 @@
-"""Partial indexes that become full ones where the database has no partial indexes.
+"""Indexes and constraints that each database has in its own way.
 
 Django leaves a conditional index out on MariaDB and MySQL, which would leave our claims without
 any. A full index over the same (or named) columns serves the same queries there.
@@ -10,7 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from django.db.backends.base.schema import BaseDatabaseSchemaEditor
-from django.db.models import Index, Model, UniqueConstraint
+from django.db.models import (
+    BigIntegerField,
+    CheckConstraint,
+    F,
+    Func,
+    Index,
+    Model,
+    Q,
+    UniqueConstraint,
+)
+from django.db.models.lookups import LessThanOrEqual
 
 
 class PartialIndex(Index):
@@ -67,3 +77,25 @@ class UniqueWhenSet(UniqueConstraint):
 
     def _check(self, model: Any, connection: Any) -> list[Any]:
         return []  # Django would warn of a missing condition; here nothing is lost without it
+
+
+class StoredBytes(Func):
+    """What a value takes. Cheap, since a constraint is asked at every claim: PostgreSQL tells the
+    size of a value that is stored out of line without reading it."""
+
+    output_field = BigIntegerField()
+
+    def as_postgresql(self, compiler: Any, connection: Any, **context: Any) -> Any:
+        return self.as_sql(compiler, connection, function="pg_column_size", **context)
+
+    def as_sqlite(self, compiler: Any, connection: Any, **context: Any) -> Any:
+        template = "LENGTH(CAST(%(expressions)s AS BLOB))"
+        return self.as_sql(compiler, connection, template=template, **context)
+
+    def as_mysql(self, compiler: Any, connection: Any, **context: Any) -> Any:
+        return self.as_sql(compiler, connection, function="OCTET_LENGTH", **context)
+
+
+def no_larger_than(size: int, *fields: str, name: str) -> CheckConstraint:
+    within = (LessThanOrEqual(StoredBytes(F(field)), size) for field in fields)
+    return CheckConstraint(condition=Q(*within), name=name)

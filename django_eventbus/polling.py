@@ -24,13 +24,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from django_eventbus import failures
+from django_eventbus.admission import Gates
 from django_eventbus.conf import settings
 from django_eventbus.events import ClaimedEvent, Envelope, uuid7
 from django_eventbus.exceptions import ClaimLostError
 from django_eventbus.models import EventWorker, LogStatus
 from django_eventbus.progress import Progress, crashed
 from django_eventbus.signals import event_dead_lettered
-from django_eventbus.store import Clock, Finished, store_for
+from django_eventbus.store import Clock, Finished, Held, store_for, until_opened
 
 
 def poll(
@@ -40,12 +41,19 @@ def poll(
     store = store_for(using, clock=clock)
     store.promote()
     store.recover()
+    gates = Gates(settings.QUEUES)
+    gates.keep_up(store)
+    if gates.is_paused(queue or settings.QUEUE):
+        return None
     while (event := _claim_one(store, queue or settings.QUEUE)) is not None:
-        if event.crashes < settings.MAX_CRASHES:
+        if (gate_id := gates.gate_before(event.type)) is not None:
+            _settle(store, event, Held(event.row_id, until_opened(gate_id)))
+        elif event.crashes < settings.MAX_CRASHES:
             return Envelope(event, handler_name="", attempt=event.attempts)
-        fate = crashed(event)
-        if _settle(store, event, fate):
-            event_dead_lettered.send_robust(poll, event=event, status=fate.status)
+        else:
+            fate = crashed(event)
+            if _settle(store, event, fate):
+                event_dead_lettered.send_robust(poll, event=event, status=fate.status)
     return None
 
 
@@ -73,7 +81,8 @@ def finalize(
         for error in errors
     ]
     status = LogStatus.COMPLETED_WITH_ERRORS if records else LogStatus.COMPLETED
-    last = records[-1] if records else None
+    unexplained = {"handler": event.handler_name, "type": ""} if failed else None
+    last = records[-1] if records else unexplained
     before = Progress(claimed)
     fate = Finished(
         row_id=claimed.row_id,
@@ -94,16 +103,19 @@ def _claim_one(store: Any, queue: str) -> ClaimedEvent | None:
     if not claimed:
         store.unregister(lease.pk)
         return None
+    if claimed[0].crashes:
+        store.suspect(lease.pk, [claimed[0].row_id])
     return claimed[0]
 
 
-def _settle(store: Any, event: ClaimedEvent, fate: Finished) -> bool:
+def _settle(store: Any, event: ClaimedEvent, fate: Finished | Held) -> bool:
     try:
         with store.atomic():
             store.settle(event.claim.token, [fate])
     except ClaimLostError:
         return False
     if event.lane_id is not None:
-        store.release_lanes(event.claim.token, {event.lane_id: 0.0})
+        wait = fate.delay if isinstance(fate, Held) else 0.0
+        store.release_lanes(event.claim.token, {event.lane_id: wait})
     store.unregister(event.claim.worker_id)
     return True

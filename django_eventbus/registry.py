@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, TypeVar
 
 from asgiref.sync import iscoroutinefunction
@@ -26,6 +27,7 @@ from django_eventbus.events import (
     classes_declared,
 )
 from django_eventbus.exceptions import DuplicateHandlerError, EventBusError
+from django_eventbus.pacing import CircuitBreaker, Limits, Rate
 from django_eventbus.retries import A_CENTURY, RetryPolicy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,7 +37,7 @@ Subject = str | type[Event]
 EXECUTORS = {"worker"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Handler:
     """A function, what it is called for, and how."""
 
@@ -47,6 +49,9 @@ class Handler:
     timeout: float | None = None
     atomic: bool = True
     executor: str = "worker"
+    breaker: CircuitBreaker | Mapping[str, Any] | bool | None = None
+    max_running: int | None = None
+    rate: str | None = None
     is_async: bool = False
     position: int = 0
     #: What ``subscribe`` gives and ``unsubscribe`` takes.
@@ -62,6 +67,24 @@ class Handler:
         return RetryPolicy.default(**(self.retry or {}))
 
     @property
+    def limits(self) -> Limits | None:
+        """None if it may run whenever there is something for it."""
+        limits = Limits(
+            breaker=self._breaker(),
+            max_running=self.max_running,
+            rate=None if self.rate is None else Rate.parse(self.rate),
+        )
+        return None if limits == Limits() else limits
+
+    def _breaker(self) -> CircuitBreaker | None:
+        if isinstance(self.breaker, CircuitBreaker):
+            return self.breaker
+        if self.breaker is False or (self.breaker is None and settings.BREAKER is None):
+            return None
+        overrides = self.breaker if isinstance(self.breaker, Mapping) else {}
+        return CircuitBreaker.default(**overrides)
+
+    @cached_property
     def stored_name(self) -> bytes:
         return self.name.encode()[:MAX_NAME_LENGTH]
 
@@ -78,7 +101,9 @@ def handler(*subjects: Subject, **options: Any) -> Callable[[F], F]:
 
     Options: ``name`` (what the database stores; default: app and function name), ``priority``
     (higher first), ``retry`` (a RetryPolicy, or a dict that overrides the project's), ``timeout``
-    (seconds), ``atomic`` (False: no transaction is open while it runs), ``executor``.
+    (seconds), ``atomic`` (False: no transaction is open while it runs), ``executor``; of its pace
+    in all workers together: ``breaker`` (a CircuitBreaker, a dict that overrides the project's, or
+    False), ``max_running`` (at most so many at a time), ``rate`` (``"100/m"``).
     """
 
     if subjects and inspect.isfunction(subjects[0]):
@@ -103,6 +128,9 @@ def subscribe(
     timeout: float | None = None,
     atomic: bool | None = None,
     executor: str = "worker",
+    breaker: CircuitBreaker | Mapping[str, Any] | bool | None = None,
+    max_running: int | None = None,
+    rate: str | None = None,
 ) -> Handler:
     """Register a handler and return its subscription, which has an ``id``."""
     is_async = iscoroutinefunction(func) or iscoroutinefunction(type(func).__call__)
@@ -115,6 +143,9 @@ def subscribe(
         timeout=timeout,
         atomic=not is_async if atomic is None else atomic,
         executor=executor,
+        breaker=breaker,
+        max_running=max_running,
+        rate=rate,
         is_async=is_async,
     )
     _check(new)
@@ -151,7 +182,10 @@ def _check(new: Handler) -> None:
         raise EventBusError(
             f"the timeout of {new.name} must be a positive number, not {new.timeout!r}"
         )
-    _check_retry(new)
+    _check_policy(new, "retry", RetryPolicy)
+    if not isinstance(new.breaker, bool):
+        _check_policy(new, "breaker", CircuitBreaker)
+    _check_pace(new)
 
 
 def _check_signature(new: Handler) -> None:
@@ -163,22 +197,38 @@ def _check_signature(new: Handler) -> None:
         return  # some functions written in C do not tell
 
 
-def _check_retry(new: Handler) -> None:
-    if new.retry is None or isinstance(new.retry, RetryPolicy):
+def _check_policy(new: Handler, option: str, policy: type[RetryPolicy | CircuitBreaker]) -> None:
+    given = getattr(new, option)
+    if given is None or isinstance(given, policy):
         return
-    if not isinstance(new.retry, Mapping):
+    if not isinstance(given, Mapping):
         raise EventBusError(
-            f"the retry of {new.name} must be a RetryPolicy or a dict, not {new.retry!r}"
+            f"the {option} of {new.name} must be a {policy.__name__} or a dict, not {given!r}"
         )
-    known = {each.name for each in fields(RetryPolicy)}
-    for name in new.retry:
+    known = {each.name for each in fields(policy)}
+    for name in given:
         if name not in known:
             hint = did_you_mean(str(name), known)
-            raise EventBusError(f"the retry of {new.name} has the unknown key {name!r}{hint}")
+            raise EventBusError(f"the {option} of {new.name} has the unknown key {name!r}{hint}")
     try:
-        RetryPolicy(**new.retry)
+        policy(**given)
     except ValueError as error:
-        raise EventBusError(f"the retry of {new.name}: {error}") from None
+        raise EventBusError(f"the {option} of {new.name}: {error}") from None
+
+
+def _check_pace(new: Handler) -> None:
+    most = new.max_running
+    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
+        raise EventBusError(
+            f"the max_running of {new.name} must be a whole number from 1 up, not {most!r}; "
+            "gates.pause(handler=…) keeps it from running at all"
+        )
+    if new.rate is None:
+        return
+    try:
+        Rate.parse(str(new.rate))
+    except ValueError as error:
+        raise EventBusError(f"the rate of {new.name}: {error}") from None
 
 
 _OPTIONS = inspect.signature(subscribe).parameters.keys() - {"subject", "func"}
@@ -208,6 +258,8 @@ class Registry:
         self._handlers: dict[str, Handler] = {}
         self._by_type: dict[str, HandlersOfType] = {}
         self._classes_known = 0
+        #: Moves with every handler that comes or goes.
+        self.changes = 0
         self._positions = itertools.count()
         self._lock = threading.Lock()
 
@@ -228,6 +280,7 @@ class Registry:
             # A new dict: whoever is going through the old one is not disturbed.
             self._handlers = {**self._handlers, new.name: new}
             self._by_type = {}
+            self.changes += 1
         return new
 
     def remove(self, subscription_id: str) -> None:
@@ -236,6 +289,7 @@ class Registry:
                 name: each for name, each in self._handlers.items() if each.id != subscription_id
             }
             self._by_type = {}
+            self.changes += 1
 
     def handlers_for(self, type_name: str) -> HandlersOfType:
         if self._classes_known != classes_declared():

@@ -14,6 +14,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_all
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,9 +23,10 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from django.db import Error, connections
+from django.db import Error, OperationalError, connections
 
 from django_eventbus import child as child_module
+from django_eventbus import deadlines, failures
 from django_eventbus.conf import settings
 from django_eventbus.deadlines import Board
 from django_eventbus.models import EventWorker
@@ -36,7 +39,9 @@ T = TypeVar("T")
 TICK = 0.2
 KILL_GRACE = 5.0
 HEALTHY_AFTER = 10.0
+WORN_OUT = 'it has more memory than EVENTBUS["MAX_MEMORY"] allows'
 LONGEST_RESTART_WAIT = 30.0
+FIRST_PATIENCE = 10.0
 
 
 @dataclass(slots=True)
@@ -45,10 +50,14 @@ class Child:
     registration: EventWorker
     board: Board
     lifeline: Connection
+    #: When the renewal of its registration was sent that is known to have been made.
+    renewed: float
     started: float = field(default_factory=time.monotonic)
     #: Why we killed it, if we did, and the row to blame for it.
     verdict: str = ""
     guilty: int | None = None
+    #: Whether what it ran is charged with its death.
+    charged: bool = True
 
     def overdue(self) -> tuple[int, str] | None:
         """A handler that ran past its deadline and could not be interrupted from inside."""
@@ -57,6 +66,16 @@ class Child:
             if now > deadline + KILL_GRACE:
                 return row_id, handler
         return None
+
+    def outlived(self) -> bool:
+        """It runs a handler although its events may be given to others any moment."""
+        safe_until = self.renewed + settings.ABANDON_AFTER - TICK
+        return time.monotonic() > safe_until and bool(self.board.running())
+
+    def stuck(self) -> bool:
+        """It runs no handler and has not moved for longer than any answer should take."""
+        patience = max(settings.ABANDON_AFTER, deadlines.NO_ANSWER_AFTER)
+        return time.monotonic() > self.board.expected_by() + patience
 
 
 class Supervisor:
@@ -82,7 +101,8 @@ class Supervisor:
         self._stop_told = False
         self._stop_by = 0.0
         self._taken_for_dead: set[uuid.UUID] = set()
-        self._finished = threading.Event()
+        self._renewer: threading.Thread | None = None
+        self._renewal_began = 0.0
         self._restarts = 0
         self._starts_owed: list[float] = []
 
@@ -94,19 +114,18 @@ class Supervisor:
     def run(self) -> int:
         """0 if all ended by themselves or as asked, 1 if any had to be forced."""
         self._install_signals()
-        side = threading.Thread(target=self._keep_registered, name="eventbus-renewal", daemon=True)
-        side.start()
+        connections.close_all()  # what asks the database from here on are threads
+        self._start_renewing()
         for _ in range(self.processes):
             self._start()
         while self.children or self._starts_owed:
             wait_for_any([each.process.sentinel for each in self.children], timeout=TICK)
-            self._obey()
-            self._enforce_deadlines()
-            self._end_the_evicted()
+            self._look_after_children()
             self._reap()
             self._restart_due()
-        self._finished.set()
-        side.join(TICK * 2)
+        renewer, self._renewer = self._renewer, None
+        if renewer:
+            renewer.join(TICK * 2)
         return self.exit_code
 
     def _install_signals(self) -> None:
@@ -125,9 +144,10 @@ class Supervisor:
         return self._signals > 0
 
     def _start(self) -> None:
-        registration = new_registration(self.options)
-        if self._riding_out(lambda: self.store.register(registration)) is _GAVE_UP:
+        registered = self._riding_out(self._register)
+        if registered is _GAVE_UP:
             return
+        registration, asked = registered
         context = multiprocessing.get_context("spawn")
         memory = context.RawArray("c", Board.size(self.options.concurrency))
         theirs, ours = context.Pipe(duplex=False)
@@ -136,13 +156,23 @@ class Supervisor:
             args=(dataclasses.asdict(self.options), registration.pk, memory, theirs),
             name=f"eventbus-worker-{registration.pk}",
         )
-        # A child that inherited our connection could end our session by closing it.
-        self.store.connection.close()
         process.start()
         theirs.close()
         registration.pid = process.pid or 0
-        self.children.append(Child(process, registration, Board(memory), ours))
+        self.children.append(Child(process, registration, Board(memory), ours, renewed=asked))
         self._riding_out(lambda: self.store.note_pid(registration))
+
+    def _register(self) -> tuple[EventWorker, float]:
+        """A new one each time: the last may have been made although nobody heard of it."""
+        registration, asked = new_registration(self.options), time.monotonic()
+        self.store.register(registration)
+        return registration, asked
+
+    def _look_after_children(self) -> None:
+        self._obey()
+        self._enforce_deadlines()
+        self._end_the_lost()
+        self._watch_renewals()
 
     def _obey(self) -> None:
         """The first signal asks the children, the second (or time) forces them."""
@@ -168,8 +198,9 @@ class Supervisor:
                 self._kill(each, f"{overdue[1]} ran past its deadline and had to be killed")
 
     @staticmethod
-    def _kill(child: Child, verdict: str) -> None:
-        child.verdict = child.verdict or verdict
+    def _kill(child: Child, verdict: str, *, charged: bool = True) -> None:
+        if not child.verdict:
+            child.verdict, child.charged = verdict, charged
         child.process.kill()
 
     def _reap(self) -> None:
@@ -180,8 +211,11 @@ class Supervisor:
             self._ended = tuple(a + b for a, b in zip(self._ended, handled, strict=True))  # type: ignore[assignment]
             each.lifeline.close()
             code = each.process.exitcode
-            if code == 0 and each.board.finished():
+            if code in (0, child_module.WORN_OUT) and each.board.finished():
                 self._riding_out(partial(self.store.dismiss, each.registration.pk))
+                if code == child_module.WORN_OUT and not self.stopping:
+                    logger.info("worker process %s is replaced: %s", each.process.pid, WORN_OUT)
+                    self._owe_start(healthy=True)
             else:
                 self._bury(each, code)
 
@@ -200,7 +234,7 @@ class Supervisor:
                 child.registration.pk,
                 blamed=blamed,
                 error=error,
-                crashed=not self.stopping,
+                crashed=child.charged and not self.stopping,
             )
         )
         logger.error(
@@ -236,59 +270,116 @@ class Supervisor:
             self._starts_owed.remove(moment)
             self._start()
 
-    def _end_the_evicted(self) -> None:
+    def _end_the_lost(self) -> None:
+        """Those whose events others have, or may have any moment, or wait for in vain."""
         for each in self.children:
-            if each.registration.pk in self._taken_for_dead and not each.verdict:
-                logger.error("worker process %s was taken for dead", each.process.pid)
-                self._kill(each, "the worker was taken for dead by another")
+            if each.verdict:
+                continue
+            if each.registration.pk in self._taken_for_dead:
+                verdict = "the worker was taken for dead by another"
+            elif each.outlived():
+                verdict = "the worker's registration could not be renewed in time"
+            elif each.stuck():
+                verdict = "the worker did not move any more"
+            else:
+                continue
+            logger.error("worker process %s is ended: %s", each.process.pid, verdict)
+            self._kill(each, verdict, charged=False)
+
+    def _start_renewing(self) -> None:
+        self._renewal_began = time.monotonic()
+        self._renewer = threading.Thread(
+            target=self._keep_registered, name="eventbus-renewal", daemon=True
+        )
+        self._renewer.start()
+
+    def _watch_renewals(self) -> None:
+        """One that gets no answer is left behind: another thread tries on another connection."""
+        if time.monotonic() - self._renewal_began > settings.ABANDON_AFTER * 0.75 + TICK:
+            logger.warning("a renewal of the registrations got no answer; it is tried anew")
+            self._start_renewing()
 
     def _keep_registered(self) -> None:
         """In a thread of its own: a database that hangs must not keep us from our children."""
-        renewed = time.monotonic()
+        due = time.monotonic()
         try:
-            while not self._finished.wait(TICK):
-                if time.monotonic() - renewed >= settings.ABANDON_AFTER / 4:
-                    renewed = time.monotonic()
+            while self._renewer is threading.current_thread():
+                if time.monotonic() >= due:
+                    self._renewal_began = time.monotonic()
+                    due = self._renewal_began + settings.ABANDON_AFTER / 4
                     self._renew()
                 self.report(self)
+                time.sleep(TICK)
         finally:
             connections.close_all()
 
     def _renew(self) -> None:
-        ours = {each.registration.pk for each in self.children}
+        sent = time.monotonic()
+        asked = {each.registration.pk: each for each in self.children}
+        if not asked:
+            return
         try:
-            self._taken_for_dead |= ours - self.store.renew(ours)
+            renewed = self.store.renew(asked)
         except Error as error:
-            logger.warning("registrations could not be renewed: %s", error)
+            logger.warning("registrations could not be renewed: %s", failures.in_a_line(error))
             self.store.connection.close()
+            return
+        for worker_id, child in asked.items():
+            if worker_id in renewed:
+                child.renewed = max(child.renewed, sent)
+            else:
+                self._taken_for_dead.add(worker_id)
 
     def _riding_out(self, action: Callable[[], T]) -> T | Any:
         """Our own writes wait for a lost database, saying so, but not longer than a shutdown."""
-        wait = 0.2
+        wait, patience = 0.2, FIRST_PATIENCE
         while True:
             try:
-                return action()
+                return self._beside_the_children(action, patience)
             except Error as error:
                 if not is_trouble(error):
                     raise
-                self.store.connection.close()
-                logger.warning("the database does not answer, next try in %.1f s: %s", wait, error)
+                logger.warning(
+                    "the database does not answer, next try in %.1f s: %s",
+                    wait,
+                    failures.in_a_line(error),
+                )
                 if self._gave_up_after(wait):
                     return _GAVE_UP
                 wait = min(wait * 2, 5.0)
+                patience = min(patience * 2, deadlines.NO_ANSWER_AFTER)
+
+    def _beside_the_children(self, action: Callable[[], T], patience: float) -> T:
+        """In a thread and on a connection of its own, as ours would be of days ago."""
+        outcome: Future[T] = Future()
+        threading.Thread(target=_run_into, args=(outcome, action), daemon=True).start()
+        give_up_at = time.monotonic() + patience
+        while not wait_for_all([outcome], timeout=TICK).done:
+            self._look_after_children()
+            if time.monotonic() > give_up_at:
+                raise OperationalError(f"no answer within {patience:g} s")
+        return outcome.result()
 
     def _gave_up_after(self, wait: float) -> bool:
-        """Wait, but go on listening to signals and watching the children's deadlines."""
+        """Wait, but go on listening to signals and watching the children."""
         until = time.monotonic() + wait
         while time.monotonic() < until:
             time.sleep(min(TICK, wait))
-            self._obey()
-            self._enforce_deadlines()
+            self._look_after_children()
             alive = any(each.process.is_alive() for each in self.children)
             forced = self._signals > 1 or (self._stop_told and time.monotonic() > self._stop_by)
             if self.stopping and (forced or not alive):
                 return True
         return False
+
+
+def _run_into(outcome: Future[T], action: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(action())
+    except BaseException as error:
+        outcome.set_exception(error)
+    finally:
+        connections.close_all()
 
 
 #: What is left to others when the shutdown does not wait any longer.

@@ -32,6 +32,9 @@ class GroupTransaction:
         self.connection: Any = connections[using]
         self.guard = guard
         self.savepoints = 0
+        #: A handler changed how the transaction goes on, so nobody else should run in it.
+        self.disturbed = False
+        self._session_changed = False
         self._atomic = Atomic(using, savepoint=True, durable=False)
         self._begin_owed = False
         self._savepoint_owed = False
@@ -76,7 +79,11 @@ class GroupTransaction:
             connection.run_on_commit = [
                 (sids, self.guard(func), True) for sids, func, _ in connection.run_on_commit
             ]
-        self._atomic.__exit__(exc_type, exc, traceback)
+        try:
+            self._atomic.__exit__(exc_type, exc, traceback)
+        finally:
+            if self._session_changed and self._outermost:
+                connection.close()
 
     def start(self) -> None:
         """From here until ``keep`` or ``undo``, a handler runs."""
@@ -111,6 +118,9 @@ class GroupTransaction:
             try:
                 connection.savepoint_commit(self._sid)
             except Error as error:
+                if getattr(connection.connection, "closed", False):
+                    # Timeouts of the server, say for a transaction that idles, are its reason.
+                    raise GroupLostError("the session was ended under the handler") from error
                 raise BrokenTransactionError(
                     "the handler swallowed a database error, which broke its transaction"
                 ) from error
@@ -144,11 +154,16 @@ class GroupTransaction:
 
     def _on_execute(self, execute: Any, sql: Any, params: Any, many: Any, context: Any) -> Any:
         self._touch()
-        if self._handler_runs and not self._touching and self._would_end(str(sql)):
-            raise BrokenTransactionError(
-                f"{sql} would end the worker's transaction, with the work of other events in it; "
-                "a handler that needs transactions of its own declares @handler(..., atomic=False)"
-            )
+        if self._handler_runs and not self._touching:
+            text = str(sql)
+            if self._would_end(text):
+                raise BrokenTransactionError(
+                    f"{sql} would end the worker's transaction, with the work of other events in "
+                    "it; a handler that needs transactions of its own declares "
+                    "@handler(..., atomic=False)"
+                )
+            self._session_changed |= changes_session(text)
+            self.disturbed |= self._session_changed or _any_statement(_SETS, text)
         return execute(sql, params, many, context)
 
     def _would_end(self, sql: str) -> bool:
@@ -186,6 +201,33 @@ _COMMITS_SILENTLY = re.compile(
     r"|GRANT|REVOKE)\b",
     re.IGNORECASE | re.DOTALL,
 )
+_SETS = re.compile(rf"{_NOISE}SET\b", re.IGNORECASE | re.DOTALL)
+_CHANGES_SESSION = re.compile(
+    rf"{_NOISE}(?:SET(?!\s+(?:LOCAL|CONSTRAINTS|TRANSACTION)\b)|RESET|DISCARD|LISTEN|UNLISTEN"
+    r"|PREPARE|LOAD|CREATE\s+(?:LOCAL\s+|GLOBAL\s+)?TEMP(?:ORARY)?)\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_BY_FUNCTION = ("set_config", "pg_advisory_lock", "pg_try_advisory_lock")
+
+
+def changes_session(sql: str) -> bool:
+    """Whether it leaves behind what outlives a transaction: settings, locks, temporary tables."""
+    return any(name in sql for name in _BY_FUNCTION) or _any_statement(_CHANGES_SESSION, sql)
+
+
+def _any_statement(pattern: re.Pattern[str], sql: str) -> bool:
+    # Every statement of every handler comes by here: a search would cost ten times as much.
+    return any(map(pattern.match, sql.split(";")))
+
+
+class SessionWatch:
+    """An execute wrapper that notices when the session ought to end with the handler."""
+
+    changed = False
+
+    def __call__(self, execute: Any, sql: Any, params: Any, many: Any, context: Any) -> Any:
+        self.changed |= changes_session(str(sql))
+        return execute(sql, params, many, context)
 
 
 def in_transaction(connection: Any) -> bool | None:

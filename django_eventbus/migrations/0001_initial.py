@@ -2,6 +2,7 @@
 
 import django.core.serializers.json
 import django.db.models.functions.datetime
+import django.db.models.lookups
 from django.db import migrations, models
 
 import django_eventbus.events
@@ -15,7 +16,7 @@ QUEUE, LANE, WORKER, LOG = (
 # turns over all its rows all day, so it is vacuumed by count, without pauses, and its end is not
 # truncated: that takes an exclusive lock.
 POSTGRESQL = (
-    f"ALTER TABLE {QUEUE} SET (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.0, "
+    f"ALTER TABLE {QUEUE} SET (fillfactor = 40, autovacuum_vacuum_scale_factor = 0.0, "
     "autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0, "
     "vacuum_truncate = off)",
     f"ALTER TABLE {LANE} SET (fillfactor = 50, autovacuum_vacuum_scale_factor = 0.0, "
@@ -94,6 +95,7 @@ class Migration(migrations.Migration):
                 ("version", models.PositiveIntegerField(default=0, verbose_name="version")),
                 ("claim_token", models.UUIDField(null=True, verbose_name="claim token")),
                 ("claimed_by", models.UUIDField(null=True, verbose_name="claimed by")),
+                ("blocked_by", models.UUIDField(null=True, verbose_name="blocked by")),
             ],
             options={
                 "verbose_name": "lane",
@@ -155,6 +157,7 @@ class Migration(migrations.Migration):
                         verbose_name="created at",
                     ),
                 ),
+                ("due_at", models.DateTimeField(null=True, verbose_name="due at")),
                 (
                     "processing_started_at",
                     models.DateTimeField(null=True, verbose_name="processing started at"),
@@ -263,6 +266,7 @@ class Migration(migrations.Migration):
                         verbose_name="created at",
                     ),
                 ),
+                ("due_at", models.DateTimeField(null=True, verbose_name="due at")),
                 (
                     "processing_started_at",
                     models.DateTimeField(null=True, verbose_name="processing started at"),
@@ -304,6 +308,14 @@ class Migration(migrations.Migration):
                     django_eventbus.indexes.PartialIndex(
                         condition=models.Q(("available_at__isnull", True), ("key__isnull", True)),
                         fields=["namespace", "queue", "-priority", "id"],
+                        full_fields=(
+                            "namespace",
+                            "queue",
+                            "available_at",
+                            "key",
+                            "-priority",
+                            "id",
+                        ),
                         name="eventbus_ready",
                     ),
                     django_eventbus.indexes.PartialIndex(
@@ -332,7 +344,18 @@ class Migration(migrations.Migration):
                         condition=models.Q(("dedup_key__isnull", False)),
                         fields=("namespace", "dedup_key"),
                         name="eventbus_dedup",
-                    )
+                    ),
+                    models.CheckConstraint(
+                        condition=models.Q(
+                            django.db.models.lookups.LessThanOrEqual(
+                                django_eventbus.indexes.StoredBytes(models.F("payload")), 8388608
+                            ),
+                            django.db.models.lookups.LessThanOrEqual(
+                                django_eventbus.indexes.StoredBytes(models.F("headers")), 8388608
+                            ),
+                        ),
+                        name="eventbus_size",
+                    ),
                 ],
             },
         ),

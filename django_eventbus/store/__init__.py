@@ -6,31 +6,42 @@ from django.db import connections, router
 
 from django_eventbus.models import QueuedEvent
 from django_eventbus.store.base import Store
+from django_eventbus.store.figures import Sample
+from django_eventbus.store.gates import Entry, Report
 from django_eventbus.store.mariadb import MariaDBStore
 from django_eventbus.store.postgresql import PostgreSQLStore
-from django_eventbus.store.rows import Clock, is_trouble
+from django_eventbus.store.rows import Clock, is_shortage, is_trouble, until_opened
 from django_eventbus.store.settlements import (
     Completed,
     Finished,
+    Held,
     NewEvent,
     Postponed,
     Progressed,
     Settlement,
 )
 from django_eventbus.store.sqlite import SQLiteStore
+from django_eventbus.store.triggers import RowTrigger
 
 __all__ = [
     "Clock",
     "Completed",
+    "Entry",
     "Finished",
+    "Held",
     "NewEvent",
     "Postponed",
     "Progressed",
+    "Report",
+    "RowTrigger",
+    "Sample",
     "Settlement",
     "Store",
     "default_alias",
+    "is_shortage",
     "is_trouble",
     "store_for",
+    "until_opened",
 ]
 
 _STORES: dict[str, type[Store]] = {

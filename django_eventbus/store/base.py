@@ -7,44 +7,42 @@ claim changes nothing. The database's clock decides; tests inject another.
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from typing import Any, ClassVar
 
-from django.db.models import (
-    Case,
-    DateTimeField,
-    F,
-    Min,
-    Model,
-    Q,
-    QuerySet,
-    TextField,
-    Value,
-    When,
-)
-from django.db.models.expressions import Combinable
+from django.db import NotSupportedError
+from django.db.models import Case, F, Min, QuerySet, TextField, Value, When
 from django.db.models.functions import Cast
 
 from django_eventbus.conf import settings
 from django_eventbus.events import Claim, ClaimedEvent
 from django_eventbus.exceptions import ClaimLostError, WorkerEvictedError
-from django_eventbus.models import EventFields, EventLog, QueuedEvent, QueuedStatus
-from django_eventbus.store.lanes import Lanes
+from django_eventbus.failures import fingerprint
+from django_eventbus.models import EventLog, LogStatus, QueuedEvent, QueuedStatus
+from django_eventbus.store.figures import Figures
+from django_eventbus.store.gates import Gates
+from django_eventbus.store.groups import Groups
+from django_eventbus.store.inserting import Inserting
+from django_eventbus.store.log import Log
+from django_eventbus.store.minutes import Minutes
 from django_eventbus.store.recovery import Recovery
-from django_eventbus.store.rows import UNCLAIMED, retried
+from django_eventbus.store.rows import UNCLAIMED, Clock, retried, unless_blocked
+from django_eventbus.store.schedules import Schedules
 from django_eventbus.store.settlements import (
     Completed,
     Finished,
-    NewEvent,
+    Held,
     Postponed,
     Progressed,
     Settlement,
 )
+from django_eventbus.store.triggers import RowTrigger
 
-INSERT_CHUNK = 1000
 PROMOTE_CHUNK = 1000
+ROUTE_CHUNK = 1000
 
 #: The columns a claim brings, in the order of ClaimedEvent's fields after ``claim``.
 CLAIM_COLUMNS = (
@@ -62,70 +60,29 @@ CLAIM_COLUMNS = (
     "producer",
     "caused_by",
     "created_at",
+    "due_at",
     "processing_started_at",
     "deliveries",
     "errors",
 )
+#: What nobody needs who moves an event by hand.
+_HEAVY = ("payload", "headers", "edits")
 _JSON_COLUMNS = ("payload", "headers", "deliveries", "errors")
-MOVED_COLUMNS = tuple(field.attname for field in EventFields._meta.local_fields)
-_SHARED_COLUMNS = (
-    "namespace",
-    "queue",
-    "headers",
-    "key",
-    "priority",
-    "producer",
-    "caused_by",
-    "available_at",
-)
 
 
-class Store(Lanes, Recovery):
+class Store(Inserting, Log, Gates, Recovery, Schedules, Groups, Minutes, Figures):
     """All that happens to rows. Verbs open their own transaction unless they say otherwise."""
 
     #: Whether ``listen`` tells of news; without it a worker looks more often.
     hears: ClassVar[bool] = False
     #: How deep JSON may be nested here.
     deepest_json: ClassVar[int] = 1000
+    #: Whether others can go on, and be seen to, while a transaction is open here.
+    lets_others_work: ClassVar[bool] = True
 
-    # -- publishing: part of the caller's transaction
-
-    def insert(self, event: QueuedEvent) -> None:
-        """One INSERT, no savepoint."""
-        event.save(force_insert=True, using=self.using)
-
-    def insert_many(self, common: QueuedEvent, items: Sequence[NewEvent]) -> None:
-        """Events that differ only in what ``NewEvent`` says."""
-        shared = {name: getattr(common, name) for name in _SHARED_COLUMNS}
-        rows = [QueuedEvent(**item._asdict(), **shared) for item in items]
-        QueuedEvent.objects.using(self.using).bulk_create(rows, batch_size=INSERT_CHUNK)
-
-    def insert_once(self, event: QueuedEvent) -> QueuedEvent | None:
-        """Insert unless the event id or dedup key is known; then return the event that stands.
-
-        An event that has already ended is returned as it was given, without a row id.
-        """
-        rows = QueuedEvent.objects.using(self.using)
-        # A mark of this very insert, to tell our row from one that was there before.
-        event.claim_token = mark = uuid.uuid4()
-        with self.atomic():
-            rows.bulk_create([event], ignore_conflicts=True)
-            inserted = rows.filter(event_id=event.event_id, claim_token=mark)
-            if EventLog.objects.using(self.using).filter(event_id=event.event_id).exists():
-                # Asked after the insert: one that waited for a settle to commit sees its log.
-                inserted.delete()
-                event.pk = event.claim_token = None
-                return event
-            if inserted.update(claim_token=None):
-                event.claim_token = None
-                event.pk, event.created_at = rows.values_list("pk", "created_at").get(
-                    event_id=event.event_id
-                )
-                return None
-            same = Q(event_id=event.event_id)
-            if event.dedup_key is not None:
-                same |= Q(namespace=event.namespace, dedup_key=event.dedup_key)
-            return rows.filter(same).first() or event
+    def __init__(self, using: str, *, clock: Clock | None = None) -> None:
+        super().__init__(using, clock=clock)
+        self._turn = 0
 
     # -- claiming
 
@@ -138,12 +95,47 @@ class Store(Lanes, Recovery):
         Whoever gives a fresh token of its own can take the claim back if its answer is lost.
         """
         claim = self._new_claim(queue, worker_id, token)
+        return self._looking_on(claim, self._claim_both(claim, limit), limit)
+
+    def _claim_both(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
+        """Events with a key and without, in one transaction."""
         with self.atomic():
-            self._hold_registration(worker_id)
-            claimed = self._mark_claimed(claim, self.own_lanes(claim, keyed_share(limit)))
-            if len(claimed) < limit:
-                claimed += self._claim_ready(claim, limit - len(claimed))
+            self._hold_registration(claim.worker_id)
+            # First of all: it waits for rows that others hold, so it must not hold any itself.
+            self.route(claim.queue, limit)
+            return self._claim_in_turn(claim, limit)
+
+    def _looking_on(
+        self, claim: Claim, claimed: list[ClaimedEvent], limit: int
+    ) -> list[ClaimedEvent]:
+        """A claim is empty only if nothing is ready. A key that waits may have a long tail of new
+        events, with those of other keys behind it: it is routed in pieces, each for itself."""
+        while not claimed and self._route_more(claim):
+            claimed = self._claim_both(claim, limit)
         return claimed
+
+    def _route_more(self, claim: Claim) -> bool:
+        with self.atomic():
+            return self.route(claim.queue, ROUTE_CHUNK) > 0
+
+    def _claim_in_turn(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
+        """Half of a claim each to events with a key and without, so that neither can starve; what
+        one leaves the other takes. Of a single event, every other time."""
+        self._turn = 1 - self._turn
+        share = (limit + self._turn) // 2
+        unkeyed = self._claim_unkeyed(claim, share) if share else []
+        room = limit - len(unkeyed)
+        keyed = self._claim_keyed(claim, room) if room else []
+        if len(unkeyed) == share and len(keyed) < room:
+            unkeyed += self._claim_unkeyed(claim, room - len(keyed))
+            unkeyed.sort(key=place)
+        return keyed + unkeyed
+
+    def may_claim_ahead(self) -> bool:
+        """Whether another connection can claim while this one works."""
+        connection = self.connection
+        skips = connection.features.has_select_for_update_skip_locked
+        return skips and not connection.in_atomic_block
 
     @staticmethod
     def _new_claim(queue: str, worker_id: uuid.UUID, token: uuid.UUID | None) -> Claim:
@@ -155,7 +147,10 @@ class Store(Lanes, Recovery):
         if not self.waiting_lock(alive).values_list("pk"):
             raise WorkerEvictedError(f"worker {worker_id} is not registered any more")
 
-    def _claim_ready(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
+    def _claim_keyed(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
+        return self._mark_claimed(claim, self.own_lanes(claim, limit))
+
+    def _claim_unkeyed(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
         ready = self.queued.filter(
             queue=claim.queue,
             key__isnull=True,
@@ -164,6 +159,11 @@ class Store(Lanes, Recovery):
         ).order_by("-priority", "id")
         ids = list(self.locked(ready).values_list("id", flat=True)[:limit])
         return self._mark_claimed(claim, ids)
+
+    @staticmethod
+    def _claimed(claim: Claim, rows: Iterable[Iterable[Any]]) -> list[ClaimedEvent]:
+        claim.answered_at = time.monotonic()
+        return [ClaimedEvent(claim, *row) for row in rows]
 
     def _mark_claimed(self, claim: Claim, ids: Sequence[int]) -> list[ClaimedEvent]:
         if not ids:
@@ -179,25 +179,31 @@ class Store(Lanes, Recovery):
         columns = [f"{name}_json" if name in _JSON_COLUMNS else name for name in CLAIM_COLUMNS]
         found = self.queued.filter(id__in=ids).annotate(**as_text).values_list(*columns)
         position = {row_id: index for index, row_id in enumerate(ids)}
-        claimed = [ClaimedEvent(claim, *map(_as_number, row)) for row in found]
+        claimed = self._claimed(claim, [map(_as_number, row) for row in found])
         return sorted(claimed, key=lambda event: position[event.row_id])
-
-    # -- lanes: order per key
 
     # -- settling: inside the transaction of the handlers' own work
 
     def settle(self, token: uuid.UUID, settlements: Iterable[Settlement]) -> None:
         """Write what became of claimed events. Raises ClaimLostError: then roll back."""
         completed: list[int] = []
+        held: dict[float, list[int]] = {}
         for each in settlements:
             if isinstance(each, Completed):
                 completed.append(each.row_id)
                 continue
+            if isinstance(each, Held):
+                held.setdefault(each.delay, []).append(each.row_id)
+                continue
             self._write(token, each)
             if isinstance(each, Finished):
+                if each.blocks_lane is not None:
+                    self.block_lane(each.blocks_lane, each.row_id)
                 self._move_to_log(token, [each.row_id], each)
         if completed:
             self._move_to_log(token, completed, _SMOOTHLY)
+        for delay, ids in held.items():
+            self._hold(token, ids, delay)
 
     def _write(self, token: uuid.UUID, settlement: Finished | Postponed | Progressed) -> None:
         changes: dict[str, Any] = {
@@ -211,6 +217,14 @@ class Store(Lanes, Recovery):
                 changes["available_at"] = _unless_laned(self.after(settlement.delay))
         claimed = self.queued.filter(id=settlement.row_id, claim_token=token)
         expect(claimed.update(**changes), 1)
+
+    def _hold(self, token: uuid.UUID, ids: Sequence[int], delay: float) -> None:
+        held = self.queued.filter(id__in=ids, claim_token=token).update(
+            **UNCLAIMED,
+            attempts=F("attempts") - 1,
+            available_at=_unless_laned(self.after(delay)),
+        )
+        expect(held, len(ids))
 
     def _move_to_log(self, token: uuid.UUID, ids: Sequence[int], fate: Finished) -> None:
         self._copy_to_log(token, ids, fate)
@@ -228,30 +242,14 @@ class Store(Lanes, Recovery):
         constants = {name: Value(value) for name, value in ends.items()}
         expect(self._copy(mine, EventLog, {**constants, "finished_at": self.now}), len(ids))
 
-    def _copy(
-        self, source: QuerySet[Any], target: type[Model], values: dict[str, Combinable]
-    ) -> int:
-        """INSERT … SELECT: the moved columns as they are, the others from expressions."""
-        names = ["id", *(name for name in MOVED_COLUMNS if name not in values)]
-        columns = [*names, *values]
-        chosen = source.annotate(**{f"new_{name}": value for name, value in values.items()})
-        query = chosen.values_list(*names, *(f"new_{name}" for name in values)).query
-        select, params = query.get_compiler(self.using).as_sql()
-        quote = self.connection.ops.quote_name
-        into = ", ".join(map(quote, columns))
-        with self.connection.cursor() as cursor:
-            cursor.execute(
-                f"INSERT INTO {quote(target._meta.db_table)} ({into}) {select}",
-                params,
-            )
-            return int(cursor.rowcount)
-
     # -- after trouble
 
-    def still_held(self, token: uuid.UUID, ids: Collection[int]) -> set[int]:
-        """Which of these rows are still ours: what was settled or taken away is not."""
-        held = self.queued.filter(id__in=list(ids), claim_token=token)
-        return set(held.values_list("id", flat=True))
+    def still_held(self, token: uuid.UUID, ids: Collection[int]) -> dict[int, Any]:
+        """Which of these rows are still ours, with their deliveries: what was settled or taken
+        away is not. Waits for a transaction of ours that lost its client, but may yet commit."""
+        held = self.queued.filter(id__in=list(ids), claim_token=token).order_by("id")
+        with self.atomic():
+            return dict(self.waiting_lock(held).values_list("id", "deliveries"))
 
     @retried
     def release(self, token: uuid.UUID, ids: Collection[int]) -> int:
@@ -274,10 +272,11 @@ class Store(Lanes, Recovery):
 
         0 for what has become due since the last look: a wait must not begin in between.
         """
-        delayed = self.queued.filter(available_at__isnull=False)
+        # The first by an index, not the least of all: for Min databases may read all of them.
+        delayed = self.queued.filter(available_at__isnull=False).order_by("available_at")
         waiting = self.lanes.filter(queue__in=list(queues), claim_token__isnull=True)
         moments = [
-            delayed.aggregate(at=Min("available_at"))["at"],
+            delayed.values_list("available_at", flat=True).first(),
             waiting.aggregate(at=Min("ready_at"))["at"],
         ]
         known: list[datetime] = [moment for moment in moments if moment is not None]
@@ -285,46 +284,87 @@ class Store(Lanes, Recovery):
             return None
         return max(0.0, (min(known) - self.read_clock()).total_seconds())
 
-    # -- the log
-
     @retried
-    def revive(self, ids: Collection[int], *, delay: float | None = None) -> int:
-        """Move dead letters back into the queue as if new; handlers that were done stay done."""
+    def skip_head(self, queue: str, key: str, error: dict[str, Any]) -> EventLog | None:
+        """Discard the first event of an idle lane, and let the next one go."""
         with self.atomic():
-            dead = self.dead.filter(id__in=list(ids))
-            rows = list(self.locked(dead).values_list("id", "deliveries"))
-            if not rows:
-                return 0
-            partly = {row_id: done for row_id, states in rows if (done := _done(states))}
-            for row_id, done in partly.items():
-                self.dead.filter(id=row_id).update(deliveries=done)
-            others = [row_id for row_id, _ in rows if row_id not in partly]
-            self.dead.filter(id__in=others).update(deliveries=None)
-            moved = self.dead.filter(id__in=[row_id for row_id, _ in rows])
-            fresh: dict[str, Any] = {
-                "attempts": Value(0),
-                "crashes": Value(0),
-                "errors": Value(None, output_field=TextField()),
-                "claimed_by": Value(None, output_field=TextField()),
-                "processing_started_at": Value(None, output_field=DateTimeField()),
-                "status": Value(QueuedStatus.PENDING.value),
-                "available_at": self.after(delay)
-                if delay
-                else Value(None, output_field=DateTimeField()),
-            }
-            revived = self._copy(moved, QueuedEvent, fresh)
-            moved.delete()
-        return revived
+            idle = self.lanes.filter(queue=queue, key=key, claim_token__isnull=True)
+            lane = self.waiting_lock(idle).first()
+            head = lane and self.lane_head(lane.pk)
+            if not lane or not head:
+                return None
+            self._discard([head], error)
+            self.lanes.filter(pk=lane.pk).update(ready_at=unless_blocked(self.now))
+            return EventLog.objects.using(self.using).get(pk=head.pk)
 
-    @retried
-    def purge(self, rows: QuerySet[EventLog], *, limit: int = 1000) -> int:
-        """Delete up to ``limit`` rows of a query on the log, oldest first."""
-        with self.atomic():
-            ids = list(
-                self.locked(rows.order_by("finished_at")).values_list("id", flat=True)[:limit]
+    def _discard(self, events: Sequence[QueuedEvent], error: dict[str, Any]) -> None:
+        """End pending events that this transaction has locked, or whose lane it has."""
+        token = uuid.uuid4()
+        ids = [event.pk for event in events]
+        pending = self.queued.filter(id__in=ids, status=QueuedStatus.PENDING)
+        expect(pending.update(claim_token=token), len(ids))
+        ends = [
+            Finished(
+                row_id=event.pk,
+                status=LogStatus.DISCARDED,
+                deliveries=event.deliveries,
+                errors=[*(event.errors or []), error],
+                error_type=error["type"],
+                error_fingerprint=fingerprint(error),
             )
-            deleted, _ = EventLog.objects.using(self.using).filter(id__in=ids).delete()
-        return deleted
+            for event in events
+        ]
+        self.settle(token, ends)
+
+    # -- an operator's hand on what waits
+
+    @retried
+    def cancel(self, ids: Collection[int], error: dict[str, Any]) -> int:
+        """Discard events that nobody handles at the moment; return how many."""
+        with self.atomic():
+            pending = self._pending(ids)
+            # Lanes before rows, as in a claim.
+            laned = [lane_id for lane_id, _ in self._laned(pending)]
+            lanes = self.lanes.filter(id__in=laned, claim_token__isnull=True).order_by("id")
+            idle = [lane.pk for lane in self.waiting_lock(lanes)]
+            firsts = {head.pk: lane for lane in idle if (head := self.lane_head(lane))}
+            cancelled = list(self.locked(pending.order_by("id")).defer(*_HEAVY))
+            self._discard(cancelled, error)
+            freed = [firsts[event.pk] for event in cancelled if event.pk in firsts]
+            self.lanes.filter(id__in=freed).update(ready_at=unless_blocked(self.now))
+        return len(cancelled)
+
+    @retried
+    def hasten(self, ids: Collection[int]) -> int:
+        """Make events ready that wait for their time; of a key, only the first can be."""
+        with self.atomic():
+            pending = self._pending(ids)
+            hastened = sum(self._hasten_head(*each) for each in self._laned(pending))
+            waiting = pending.filter(lane_id__isnull=True, available_at__isnull=False)
+            rows = list(self.locked(waiting.order_by("id")).defer(*_HEAVY))
+            for event in rows:
+                self.make_due(event)
+            self.queued.filter(id__in=[event.pk for event in rows]).update(available_at=None)
+        return hastened + len(rows)
+
+    def _hasten_head(self, lane_id: int, row_id: int) -> bool:
+        idle = self.lanes.filter(
+            id=lane_id, claim_token__isnull=True, blocked_by__isnull=True, ready_at__gt=self.now
+        )
+        lane = self.waiting_lock(idle).first()
+        head = lane and self.lane_head(lane_id)
+        if not head or head.pk != row_id:
+            return False
+        self.make_due(head)
+        return bool(idle.update(ready_at=self.now))
+
+    def _pending(self, ids: Collection[int]) -> QuerySet[QueuedEvent]:
+        return self.queued.filter(id__in=list(ids), status=QueuedStatus.PENDING)
+
+    @staticmethod
+    def _laned(events: QuerySet[QueuedEvent]) -> list[tuple[int, int]]:
+        rows = events.values_list("lane_id", "id")
+        return [(lane_id, row_id) for lane_id, row_id in rows if lane_id is not None]
 
     # -- looking
 
@@ -333,6 +373,15 @@ class Store(Lanes, Recovery):
         rows = self.queued if queue is None else self.queued.filter(queue=queue)
         return rows.count() if at_most is None else rows.values("id")[:at_most].count()
 
+    # -- triggers
+
+    def trigger_sql(self, trigger: RowTrigger, *, install: bool) -> list[str]:
+        """The statements that install a trigger, or remove it."""
+        raise NotSupportedError(
+            f"{self.connection.display_name} has no trigger for events of {trigger.table!r}: only "
+            "PostgreSQL has. Bridge the model by bridge_model() and BridgedQuerySet."
+        )
+
     # -- news
 
     def wake(self) -> None:
@@ -340,15 +389,6 @@ class Store(Lanes, Recovery):
 
     def listen(self, tell: Callable[[], None], stopped: threading.Event) -> None:
         """Call ``tell`` whenever there may be something to do, until stopped."""
-
-
-def keyed_share(limit: int) -> int:
-    """Half of a claim, so that neither keyed nor other events can starve the rest."""
-    return (limit + 1) // 2
-
-
-def _done(states: dict[str, Any] | None) -> dict[str, Any]:
-    return {name: state for name, state in (states or {}).items() if state["state"] == "done"}
 
 
 _SMOOTHLY = Finished(row_id=0, deliveries=None, errors=[])
@@ -360,6 +400,11 @@ def _as_number(value: Any) -> Any:
 
 def _unless_laned(moment: Any) -> Any:
     return Case(When(lane_id__isnull=True, then=moment), default=None)
+
+
+def place(event: ClaimedEvent) -> tuple[int, int]:
+    """Of an event without a key, in its queue."""
+    return -event.priority, event.row_id
 
 
 def expect(count: int, expected: int) -> None:

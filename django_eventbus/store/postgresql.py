@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import math
+import os
+import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
 
 from django.db import DatabaseError
 
+from django_eventbus import failures
 from django_eventbus.conf import settings
 from django_eventbus.events import Claim, ClaimedEvent, encode
+from django_eventbus.failpoints import reached
 from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
 from django_eventbus.store.base import (
     CLAIM_COLUMNS,
-    MOVED_COLUMNS,
+    ROUTE_CHUNK,
     Store,
     expect,
-    keyed_share,
+    place,
 )
-from django_eventbus.store.rows import Clock, retried
+from django_eventbus.store.lanes import HELD_UP_WAIT
+from django_eventbus.store.log import MOVED_COLUMNS
+from django_eventbus.store.rows import Clock, parked_for, retried
 from django_eventbus.store.settlements import Finished, NewEvent
+from django_eventbus.store.triggers import RowTrigger
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +47,13 @@ LOG = f'"{EventLog._meta.db_table}"'
 WORKER = f'"{EventWorker._meta.db_table}"'
 
 SWEEP_EVERY = 1.0
+#: So many events of a key are taken at a time while other keys wait.
+RUN_LENGTH = 32
+ROUTED_AT_LEAST = 500
 LISTENER_CHECK = 10.0
+LISTENER_ANSWER = 5.0
+FIRST_LISTEN_WAIT = 0.1
+LONGEST_LISTEN_WAIT = 30.0
 
 # The conditions are those of the index eventbus_ready, plus the status, which is in no index (a
 # claim changes it, and would then have to write every index anew).
@@ -72,24 +88,28 @@ _COLUMNS = ", ".join(
 # more than LIMIT rows. `ANY (ARRAY(...))` keeps the update on the primary key whatever the
 # statistics of this ever-changing table say. The lock on our registration makes a recovery that
 # takes this worker for dead wait for the claim, or the claim find nothing.
-_CLAIM = f"""
-WITH me AS MATERIALIZED (
-    SELECT id FROM {WORKER} WHERE id = %(worker_id)s AND expires_at > {_NOW} FOR KEY SHARE
-), picked AS MATERIALIZED (
-    SELECT id FROM ({{ready}}) AS ready WHERE EXISTS (SELECT 1 FROM me) LIMIT %(limit)s
-)
+_UPDATE = f"""
 UPDATE {QUEUE} SET status = 'PROCESSING', attempts = attempts + 1, claim_token = %(token)s,
     claimed_by = %(worker_id)s, processing_started_at = {_NOW}
-WHERE id = ANY (ARRAY(SELECT id FROM picked))
-RETURNING {_COLUMNS}"""
+WHERE id = ANY (ARRAY({{picked}})) RETURNING {_COLUMNS}"""
+
+_ME = f"SELECT id FROM {WORKER} WHERE id = %(worker_id)s AND expires_at > {_NOW} FOR KEY SHARE"
+
+_CLAIM = f"""
+WITH me AS MATERIALIZED ({_ME}), picked AS MATERIALIZED (
+    SELECT id FROM ({{ready}}) AS ready WHERE EXISTS (SELECT 1 FROM me) LIMIT %(limit)s
+)
+{_UPDATE.format(picked="SELECT id FROM picked")}"""
 
 _CLAIM_FROM_START = _CLAIM.format(ready=_EVERYWHERE)
 _CLAIM_ABOVE_FLOOR = _CLAIM.format(ready=_ABOVE_FLOOR)
 
 # The statistics of a queue are always of yesterday's queue: with them a claim has been seen to
-# sort the whole table. For the length of a claim's transaction that is ruled out.
+# sort the whole table. For the length of a claim's transaction that is ruled out. (A plan that must
+# sort after all looks so dear then that it would be compiled first.)
 _ON_INDEXES = "SELECT " + ", ".join(
-    f"set_config('enable_{way}', 'off', true)" for way in ("seqscan", "bitmapscan", "sort")
+    f"set_config('{way}', 'off', true)"
+    for way in ("enable_seqscan", "enable_bitmapscan", "enable_sort", "jit")
 )
 
 _KEYS_WAIT = f"""
@@ -102,31 +122,111 @@ SELECT EXISTS (
     ORDER BY namespace, queue, ready_at LIMIT 1
 )"""
 
-_ROUTER_LOCK = "SELECT pg_try_advisory_xact_lock(hashtext('django_eventbus.route'), hashtext(%s))"
+# Routers take turns by a lock of their own. Locks on the rows would also catch those that another
+# has just routed and claimed, and get into a deadlock with their settlement. What a router before
+# us routed since this statement began is left alone: its row has a lane, or is gone. (Who belongs
+# where is told by an object: a join is planned for one row, and then compares all with all. And the
+# queue is given as a range: an equality would let the planner walk the primary key instead, and
+# with it all that is delayed.)
+# The conflict's update locks the lane: a release that wants to delete it waits, and then sees
+# these events. By key, as a release does, or the two meet in a deadlock.
+_ROUTE = f"""
+WITH turn AS MATERIALIZED (
+    SELECT pg_try_advisory_xact_lock(
+        hashtext('django_eventbus.route'), hashtext(%(namespace)s || '/' || %(queue)s)) AS ours
+), new AS MATERIALIZED (
+    SELECT id, key FROM {QUEUE}
+    WHERE (SELECT ours FROM turn)
+      AND namespace = %(namespace)s AND queue BETWEEN %(queue)s AND %(queue)s
+      AND key IS NOT NULL AND lane_id IS NULL AND available_at IS NULL
+    ORDER BY namespace, queue, id LIMIT %(routed)s
+), lane AS (
+    INSERT INTO {LANE} AS known (namespace, queue, key, ready_at, version)
+    SELECT %(namespace)s, %(queue)s, key, {_NOW}, 0
+    FROM (SELECT DISTINCT key FROM new) AS keys ORDER BY key
+    ON CONFLICT (namespace, queue, key) DO UPDATE SET version = known.version + 1
+    RETURNING id, key
+)
+UPDATE {QUEUE} SET lane_id = ((SELECT jsonb_object_agg(key, id) FROM lane) ->> key)::bigint
+WHERE id = ANY (ARRAY(SELECT id FROM new)) AND lane_id IS NULL"""
 
-# Ordered by the lane too: with the id alone a planner may walk the primary key of the whole queue.
-_HEADS = f"""
-SELECT lane.id, head.id, head.status
-FROM unnest(%s::bigint[]) WITH ORDINALITY AS lane (id, place)
-CROSS JOIN LATERAL (
-    SELECT id, status FROM {QUEUE} WHERE lane_id = lane.id ORDER BY lane_id, id LIMIT %s
-) AS head
-ORDER BY lane.place, head.id"""
+_NOT_FOR_LONG = "SET LOCAL lock_timeout = '1s'"
+
+_OWN_LANES = f"""
+WITH me AS MATERIALIZED ({_ME}), ready AS MATERIALIZED (
+    SELECT id FROM {LANE} WHERE namespace = %(namespace)s AND queue = %(queue)s
+      AND claim_token IS NULL AND ready_at <= {_NOW} AND EXISTS (SELECT 1 FROM me)
+    ORDER BY namespace, queue, ready_at LIMIT %(lanes)s FOR UPDATE SKIP LOCKED
+)
+UPDATE {LANE} SET claim_token = %(token)s, claimed_by = %(worker_id)s
+WHERE id = ANY (ARRAY(SELECT id FROM ready)) RETURNING id"""
+
+# A statement of its own: what it sees of the lanes it saw after they were ours. Behind an event
+# that somebody still holds all of its key must wait; and one that failed before goes alone, or
+# those behind it would be claimed and given back each time it fails again. The head is ordered by
+# the lane too: with the id alone a planner may walk the primary key of the whole queue.
+_RUNS = f"""
+    SELECT id FROM (
+        SELECT lane.place, head.id,
+            bool_or(head.status <> 'PENDING') OVER (lane ORDER BY head.id)
+            OR bool_or(head.deliveries IS NOT NULL) OVER (lane ORDER BY head.id
+                ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) IS TRUE AS waits
+        FROM unnest(%(owned)s::bigint[]) WITH ORDINALITY AS lane (id, place)
+        CROSS JOIN LATERAL (
+            SELECT id, status, deliveries FROM {QUEUE} WHERE lane_id = lane.id
+            ORDER BY lane_id, id LIMIT %(run)s
+        ) AS head
+        WINDOW lane AS (PARTITION BY lane.id)
+    ) AS heads
+    WHERE NOT waits ORDER BY place, id LIMIT %(limit)s"""
+
+_CLAIM_RUNS = _UPDATE.format(picked=_RUNS)
+
+_LOCK_LANES = f"""
+SELECT id FROM {LANE}
+WHERE id = ANY (ARRAY(SELECT unnest(%(owned)s::bigint[]))) AND claim_token = %(token)s
+ORDER BY key FOR UPDATE"""
+
+_FIRST_OF_LANE = f"(SELECT id FROM {QUEUE} WHERE lane_id = lane.id ORDER BY lane_id, id LIMIT 1)"
+
+_FREE_LANES = f"""
+WITH emptied AS (
+    DELETE FROM {LANE} AS lane WHERE id = ANY (ARRAY(SELECT unnest(%(owned)s::bigint[])))
+      AND claim_token = %(token)s AND blocked_by IS NULL AND {_FIRST_OF_LANE} IS NULL
+)
+UPDATE {LANE} AS lane SET claim_token = NULL, claimed_by = NULL, ready_at =
+    CASE WHEN blocked_by IS NOT NULL THEN ready_at
+    ELSE COALESCE(freed.parked, {_NOW} + freed.wait * interval '1 second') END
+FROM unnest(%(owned)s::bigint[], %(waits)s::float8[], %(parked)s::timestamptz[])
+    AS freed (id, wait, parked)
+WHERE lane.id = freed.id AND claim_token = %(token)s
+  AND (blocked_by IS NOT NULL OR {_FIRST_OF_LANE} IS NOT NULL)"""
 
 _MOVED = ", ".join(MOVED_COLUMNS)
 
 _SETTLE = f"""
 WITH gone AS (
-    DELETE FROM {QUEUE} WHERE id = ANY (%s::bigint[]) AND claim_token = %s RETURNING id, {_MOVED}
+    DELETE FROM {QUEUE}
+    WHERE id = ANY (ARRAY(SELECT unnest(%s::bigint[]))) AND claim_token = %s RETURNING id, {_MOVED}
 )
 INSERT INTO {LOG} (id, {_MOVED}, status, finished_at, dead_handler, error_type, error_fingerprint)
 SELECT id, {_MOVED}, %s, COALESCE(%s::timestamptz, clock_timestamp()), %s, %s, %s FROM gone"""
 
+_TURN = "SELECT pg_advisory_xact_lock(hashtext('django_eventbus.key'), hashtext(%(name)s))"
+
+_RENEW = f"""
+UPDATE {WORKER} SET renewed_at = statement_timestamp(),
+    expires_at = statement_timestamp() + make_interval(secs => %s)
+WHERE namespace = %s AND id = ANY (%s) RETURNING id"""
+
 _INSERT_MANY = f"""
-INSERT INTO {QUEUE} (event_id, type, version, payload, namespace, queue, headers, key, priority,
-    producer, caused_by, available_at, status, attempts, crashes)
-SELECT *, %s, %s, %s::jsonb, %s, %s, %s, %s::uuid, {{available_at}}, 'PENDING', 0, 0
-FROM jsonb_to_recordset(%s::jsonb) AS new (event_id uuid, type text, version int, payload jsonb)"""
+INSERT INTO {QUEUE} (event_id, type, version, payload, key, counted_as, namespace, queue, headers,
+    priority, producer, caused_by, available_at, due_at, status, attempts, crashes)
+SELECT *, %s, %s, %s::jsonb, %s, %s, %s::uuid, {{due_at}}, {{due_at}}, 'PENDING', 0, 0
+FROM jsonb_to_recordset(%s::jsonb)
+    AS new (event_id uuid, type text, version int, payload jsonb, key text, counted_as text)"""
+
+_UNLIMITED = NewEvent._fields[:-1]
 
 
 @dataclass(slots=True)
@@ -147,49 +247,77 @@ class PostgreSQLStore(Store):
     def __init__(self, using: str, *, clock: Clock | None = None) -> None:
         super().__init__(using, clock=clock)
         self._floors: dict[str, _Floor] = {}
+        #: Queues that had events with a key when last looked at.
+        self._keyed: set[str] = set()
+        #: How many events their lanes gave.
+        self._run_length: dict[str, float] = {}
 
     def insert_many(self, common: QueuedEvent, items: Sequence[NewEvent]) -> None:
         """What differs travels as one JSON text: seven times as fast as bulk_create."""
-        available_at, when = "%s::timestamptz", (common.available_at,)
-        if hasattr(common.available_at, "as_sql"):  # a delay, counted by the database's clock
+        due_at, when = "%s::timestamptz", (common.due_at,)
+        if hasattr(common.due_at, "as_sql"):  # a delay, counted by the database's clock
             compiler = self.queued.query.get_compiler(self.using)
-            available_at, when = compiler.compile(common.available_at)
+            due_at, when = compiler.compile(common.due_at)
+        # The last, the limit, is left out where there is none: what is not there is NULL.
+        names = NewEvent._fields if any(item.counted_as for item in items) else _UNLIMITED
         with self.connection.cursor() as cursor:
             cursor.execute(
-                _INSERT_MANY.format(available_at=available_at),
+                _INSERT_MANY.format(due_at=due_at),
                 (
                     common.namespace,
                     common.queue,
                     None if common.headers is None else encode(common.headers),
-                    common.key,
                     common.priority,
                     common.producer,
                     common.caused_by,
                     *when,
-                    encode([item._asdict() for item in items]),
+                    *when,
+                    encode([dict(zip(names, item, strict=False)) for item in items]),
                 ),
             )
+
+    def _wait_for_turn(self, name: str) -> None:
+        with self.connection.cursor() as cursor:
+            cursor.execute(_TURN, {"name": name})
 
     @retried
     def claim(
         self, queue: str, *, limit: int, worker_id: uuid.UUID, token: uuid.UUID | None = None
     ) -> list[ClaimedEvent]:
         claim = self._new_claim(queue, worker_id, token)
-        claimed: list[ClaimedEvent] = []
+        if queue in self._keyed or self.connection.in_atomic_block or self._binds_on_server():
+            return self._looking_on(claim, self._claim_both(claim, limit), limit)
+        claimed = self._claim_unkeyed(claim, limit)
+        if claimed or queue not in self._keyed:
+            return claimed
+        return self._looking_on(claim, self._claim_both(claim, limit), limit)
+
+    def _claim_both(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
+        # Not in the claim's transaction: it holds the lanes of all new events, and whoever wants to
+        # free one of them waits for it.
+        routing = [_ROUTE] if self.connection.in_atomic_block else [_ON_INDEXES, _ROUTE]
+        self._say(routing, {**self._params_of(claim), "routed": max(limit, ROUTED_AT_LEAST)})
+        with self._on_indexes():
+            if self._keys_wait(claim.queue):
+                return self._claim_in_turn(claim, limit)
+            self._keyed.discard(claim.queue)
+            return self._claim_unkeyed(claim, limit)
+
+    def _route_more(self, claim: Claim) -> bool:
+        if not (claim.queue in self._keyed or self.connection.in_atomic_block):
+            return False
+        with self._on_indexes(), self.connection.cursor() as cursor:
+            cursor.execute(_ROUTE, {**self._params_of(claim), "routed": ROUTE_CHUNK})
+            return int(cursor.rowcount) > 0
+
+    @contextmanager
+    def _on_indexes(self) -> Iterator[None]:
+        """A transaction; if it is ours and nobody else's, the planner is told what not to do."""
         ours = not self.connection.in_atomic_block
         with self.atomic():
             if ours:
-                self._keep_planner_on_indexes()
-            if self._keys_wait(queue):
-                self._hold_registration(worker_id)
-                claimed = self._mark_claimed(claim, self.own_lanes(claim, keyed_share(limit)))
-            if len(claimed) < limit:
-                claimed += self._claim_ready(claim, limit - len(claimed))
-        return claimed
-
-    def _keep_planner_on_indexes(self) -> None:
-        with self.connection.cursor() as cursor:
-            cursor.execute(_ON_INDEXES)
+                self._say([_ON_INDEXES], {})
+            yield
 
     def _keys_wait(self, queue: str) -> bool:
         params = {
@@ -197,26 +325,69 @@ class PostgreSQLStore(Store):
             "queue": queue,
             "now": self._injected_now(),
         }
-        with self.connection.cursor() as cursor:
-            cursor.execute(_KEYS_WAIT, params)
-            return bool(cursor.fetchone()[0])
+        return bool(self._say([_KEYS_WAIT], params)[0][0])
 
-    def take_unrouted(self, queue: str, limit: int) -> list[tuple[int, str | None]]:
-        """One router at a time by a lock of its own. Locks on the rows would also catch those that
-        another has just routed and claimed, and get into a deadlock with their settlement."""
-        with self.connection.cursor() as cursor:
-            cursor.execute(_ROUTER_LOCK, (f"{settings.NAMESPACE}/{queue}",))
-            if not cursor.fetchone()[0]:
-                return []
-        return list(self.unrouted(queue).order_by("id").values_list("id", "key")[:limit])
+    def _claim_keyed(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
+        """Lanes that have nothing to give are out of the way then; others may be behind them."""
+        wanted = math.ceil(limit / self._run_length.get(claim.queue, RUN_LENGTH))
+        params = {**self._params_of(claim), "lanes": wanted}
+        while owned := [row[0] for row in self._say([_OWN_LANES], params)]:
+            if claimed := self._claim_runs(claim, owned, limit):
+                return claimed
+        return []
 
-    def heads(self, lanes: list[int], length: int) -> list[tuple[int, int, str]]:
-        with self.connection.cursor() as cursor:
-            cursor.execute(_HEADS, (lanes, length))
-            found: list[tuple[int, int, str]] = cursor.fetchall()
-            return found
+    def _claim_runs(self, claim: Claim, owned: list[int], limit: int) -> list[ClaimedEvent]:
+        run = max(RUN_LENGTH, limit // len(owned))
+        params = {**self._params_of(claim), "owned": owned, "limit": limit, "run": run}
+        claimed = self._claimed(claim, self._say([_CLAIM_RUNS], params))
+        claimed.sort(key=lambda event: event.row_id)
+        used = {event.lane_id for event in claimed}
+        if used:
+            self._run_length[claim.queue] = min(len(claimed) / len(used), RUN_LENGTH)
+        wait = 0.0 if len(claimed) == limit else HELD_UP_WAIT
+        if idle := {lane: wait for lane in owned if lane not in used}:
+            self._free(claim.token, idle)
+        return claimed
 
-    def _claim_ready(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
+    def _params_of(self, claim: Claim) -> dict[str, Any]:
+        return {
+            "namespace": claim.namespace,
+            "queue": claim.queue,
+            "token": claim.token,
+            "worker_id": claim.worker_id,
+            "now": self._injected_now(),
+        }
+
+    def _say(self, statements: list[str], params: dict[str, Any]) -> list[tuple[Any, ...]]:
+        """Several statements in one round trip, or as many as it takes; the last one's rows."""
+        at_once = not self._binds_on_server()
+        with self.connection.cursor() as cursor:
+            for statement in ["; ".join(statements)] if at_once else statements:
+                cursor.execute(statement, params)
+            while at_once and cursor.nextset():
+                pass
+            return list(cursor.fetchall()) if cursor.description else []
+
+    @retried
+    def release_lanes(self, token: uuid.UUID, waits: dict[int, float]) -> None:
+        with self.atomic():
+            self._free(token, waits)
+
+    def _free(self, token: uuid.UUID, waits: dict[int, float]) -> None:
+        params = {
+            "token": token,
+            "owned": list(waits),
+            "waits": list(waits.values()),
+            "parked": [parked_for(wait) for wait in waits.values()],
+            "now": self._injected_now(),
+        }
+        self._say([_LOCK_LANES, _FREE_LANES], params)
+
+    def _binds_on_server(self) -> bool:
+        """Parameters that the server binds come with one statement at a time."""
+        return bool(self.connection.settings_dict["OPTIONS"].get("server_side_binding"))
+
+    def _claim_unkeyed(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
         floor = self._floors.get(claim.queue)
         moment = time.monotonic()
         if floor is None or moment - floor.swept_at > SWEEP_EVERY:
@@ -227,6 +398,7 @@ class PostgreSQLStore(Store):
             # start may say that nothing is left.
             floor = None
             claimed += self._run_claim(claim, limit - len(claimed), None)
+        claimed.sort(key=place)  # RETURNING promises no order
         self._raise_floor(
             claim.queue, claimed, swept_at=moment if floor is None else floor.swept_at
         )
@@ -234,21 +406,23 @@ class PostgreSQLStore(Store):
 
     def _run_claim(self, claim: Claim, limit: int, floor: _Floor | None) -> list[ClaimedEvent]:
         params = {
-            "namespace": claim.namespace,
-            "queue": claim.queue,
+            **self._params_of(claim),
             "limit": limit,
-            "token": claim.token,
-            "worker_id": claim.worker_id,
-            "now": self._injected_now(),
             "priority": floor.priority if floor else 0,
             "floor": floor.row_id if floor else 0,
         }
+        sql = _CLAIM_FROM_START if floor is None else _CLAIM_ABOVE_FLOOR
         with self.connection.cursor() as cursor:
-            cursor.execute(_CLAIM_FROM_START if floor is None else _CLAIM_ABOVE_FLOOR, params)
-            claimed = [ClaimedEvent(claim, *row) for row in cursor.fetchall()]
-        # RETURNING promises no order.
-        claimed.sort(key=lambda event: (-event.priority, event.row_id))
-        return claimed
+            if self.connection.in_atomic_block:
+                cursor.execute(sql, params)
+            else:
+                # Statements of one message are one transaction, and one round trip.
+                cursor.execute(f"{_ON_INDEXES}; {_KEYS_WAIT}; {sql}", params)
+                cursor.nextset()
+                if cursor.fetchone()[0]:
+                    self._keyed.add(claim.queue)
+                cursor.nextset()
+            return self._claimed(claim, cursor.fetchall())
 
     def _raise_floor(self, queue: str, claimed: list[ClaimedEvent], *, swept_at: float) -> None:
         if not claimed:
@@ -274,8 +448,20 @@ class PostgreSQLStore(Store):
             )
             expect(cursor.rowcount, len(ids))
 
+    def renew(self, worker_ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
+        """In one round trip: on a slow network the second one may come too late."""
+        if self.clock is not None:
+            return super().renew(worker_ids)
+        with self.connection.cursor() as cursor:
+            cursor.execute(_RENEW, (settings.ABANDON_AFTER, settings.NAMESPACE, list(worker_ids)))
+            reached("renew.sent")
+            return {worker_id for (worker_id,) in cursor.fetchall()}
+
     def _injected_now(self) -> datetime | None:
         return None if self.clock is None else self.clock()
+
+    def trigger_sql(self, trigger: RowTrigger, *, install: bool) -> list[str]:
+        return trigger.install() if install else trigger.remove()
 
     @property
     def channel(self) -> str:
@@ -288,14 +474,20 @@ class PostgreSQLStore(Store):
 
     def wake(self) -> None:
         """Its own statement after the commit: inside the transaction NOTIFY would hold an
-        instance-wide lock through the fsync. A hint: it carries nothing and may fail."""
+        instance-wide lock through the fsync. A hint: it carries nothing and may fail. Nor does it
+        wait long for that lock, which others may hold while they wait for a standby."""
         if not settings.NOTIFY:
             return
         try:
             with self.connection.cursor() as cursor:
-                cursor.execute(f'NOTIFY "{self._known_channel()}"')
+                cursor.execute(f'{_NOT_FOR_LONG}; NOTIFY "{self._known_channel()}"')
         except DatabaseError as error:
-            logger.warning("workers could not be notified and will see the event later: %s", error)
+            logger.warning(
+                "workers could not be notified and will see the event later: %s",
+                failures.in_a_line(error),
+            )
+            # The caller did not ask for this statement: it must not find a broken connection.
+            self.connection.close_if_unusable_or_obsolete()
 
     def _known_channel(self) -> str:
         known = _channels.get((self.using, settings.NAMESPACE))
@@ -307,14 +499,19 @@ class PostgreSQLStore(Store):
         """Listen on a connection of its own; after each trouble begin again with a tell."""
         if not settings.NOTIFY:
             return
-        wait = 0.1
+        wait = FIRST_LISTEN_WAIT
         while not stopped.is_set():
+            began = time.monotonic()
             try:
                 self._listen_once(tell, stopped)
             except Exception as error:
-                logger.warning("listening for events failed, polling goes on: %s", error)
+                logger.warning(
+                    "listening for events failed, polling goes on: %s", failures.in_a_line(error)
+                )
+            if time.monotonic() - began > LISTENER_CHECK:
+                wait = FIRST_LISTEN_WAIT  # it went well for a while
             stopped.wait(wait)
-            wait = min(wait * 2, 30.0)
+            wait = min(wait * 2, LONGEST_LISTEN_WAIT)
             tell()
 
     def _listen_once(self, tell: Callable[[], None], stopped: threading.Event) -> None:
@@ -330,12 +527,31 @@ class PostgreSQLStore(Store):
                     tell()
                 if time.monotonic() - checked > LISTENER_CHECK:
                     # A half-open socket or a foreign UNLISTEN would stay silent for ever.
-                    if not raw.execute("SELECT 1 FROM pg_listening_channels()").fetchone():
+                    with _cut_off_after(LISTENER_ANSWER, raw):
+                        listens = raw.execute("SELECT 1 FROM pg_listening_channels()").fetchone()
+                    if not listens:
                         return
                     checked = time.monotonic()
         finally:
             raw.close()
             self.connection.close()
+
+
+@contextlib.contextmanager
+def _cut_off_after(seconds: float, raw: Any) -> Iterator[None]:
+    """The driver waits for an answer for ever; on a socket that was shut down it does not."""
+
+    def shut_down() -> None:
+        with socket.socket(fileno=os.dup(raw.fileno())) as same:
+            same.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, shut_down)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 _channels: dict[tuple[str, str], str] = {}

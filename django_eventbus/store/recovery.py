@@ -12,8 +12,9 @@ from typing import Any
 from django.db.models import F, Q
 
 from django_eventbus.conf import settings
+from django_eventbus.failpoints import reached
 from django_eventbus.models import EventWorker, QueuedStatus
-from django_eventbus.store.rows import UNCLAIMED, Rows, retried
+from django_eventbus.store.rows import NEVER, UNCLAIMED, Rows, retried, unless_blocked
 
 WORKERS_PER_RECOVERY = 10
 
@@ -21,10 +22,10 @@ WORKERS_PER_RECOVERY = 10
 class Recovery(Rows):
     """Every worker does it, on every poll: no leader, no reaper."""
 
-    def register(self, worker: EventWorker) -> None:
+    def register(self, worker: EventWorker, *, expires: bool = True) -> None:
         worker.namespace = settings.NAMESPACE
         with self.atomic():
-            worker.expires_at = self.after(settings.ABANDON_AFTER)
+            worker.expires_at = self.after(settings.ABANDON_AFTER) if expires else NEVER
             worker.save(force_insert=True, using=self.using)
 
     def note_pid(self, worker: EventWorker) -> None:
@@ -33,7 +34,9 @@ class Recovery(Rows):
     def renew(self, worker_ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
         """Prolong the claims of these workers; return those that are still registered."""
         mine = self.workers.filter(pk__in=list(worker_ids))
-        if mine.update(renewed_at=self.now, expires_at=self.after(settings.ABANDON_AFTER)):
+        renewed = mine.update(renewed_at=self.now, expires_at=self.after(settings.ABANDON_AFTER))
+        reached("renew.sent")
+        if renewed:
             return set(mine.values_list("pk", flat=True))
         return set()
 
@@ -44,6 +47,12 @@ class Recovery(Rows):
     def unregister(self, worker_id: uuid.UUID) -> None:
         """Forget a worker that holds nothing any more."""
         self.workers.filter(pk=worker_id).delete()
+
+    def claims_of(self, worker_id: uuid.UUID) -> set[uuid.UUID]:
+        """Tokens under which this worker holds events or lanes: a look at the whole queue."""
+        held = (rows.filter(claimed_by=worker_id) for rows in (self.queued, self.lanes))
+        tokens = (rows.values_list("claim_token", flat=True) for rows in held)
+        return {token for each in tokens for token in each if token is not None}
 
     def suspects_of(self, worker_id: uuid.UUID) -> set[int]:
         found = self.workers.filter(pk=worker_id).values_list("suspects", flat=True).first()
@@ -62,12 +71,15 @@ class Recovery(Rows):
         recovered = 0
         with self.atomic():
             for worker in list(self.locked(expired)[:WORKERS_PER_RECOVERY]):
+                held = self.queued.filter(claimed_by=worker.pk)
+                # A suspect runs under its name or not at all: unnamed, it did not do it.
+                unknown = held.filter(crashes=0).values_list("id", flat=True)
                 recovered += self._take_back(
                     Q(claimed_by=worker.pk),
-                    blamed=set(worker.suspects) or None,
+                    blamed=set(worker.suspects or unknown),
                     error=_lost(f"worker {worker} ({worker.pk}) gave no sign of life"),
                 )
-                if not self.queued.filter(claimed_by=worker.pk).exists():
+                if not held.exists():
                     # Else somebody holds a lock on one of its rows: it is looked at again.
                     worker.delete(using=self.using)
         return recovered
@@ -121,7 +133,9 @@ class Recovery(Rows):
     ) -> int:
         """Unclaim rows and lanes."""
         taken = self._take_back_rows(whose, blamed=blamed, error=error, crashed=crashed)
-        self.lanes.filter(whose).update(claim_token=None, claimed_by=None, ready_at=self.now)
+        self.lanes.filter(whose).update(
+            claim_token=None, claimed_by=None, ready_at=unless_blocked(self.now)
+        )
         return taken
 
     def _take_back_rows(

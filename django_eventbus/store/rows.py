@@ -5,19 +5,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
 from django.db import InterfaceError, OperationalError, connections, transaction
-from django.db.models import DateTimeField, Q, QuerySet, Value
+from django.db.models import Case, DateTimeField, F, Q, QuerySet, Value, When
 from django.db.models.expressions import Combinable
 from django.db.models.functions import Now
 
 from django_eventbus.conf import settings
 from django_eventbus.models import (
+    EventGate,
     EventLane,
     EventLog,
+    EventMark,
     EventWorker,
     LogStatus,
     QueuedEvent,
@@ -36,6 +38,35 @@ UNCLAIMED: dict[str, Any] = {
     "claimed_by": None,
     "processing_started_at": None,
 }
+
+#: When a lane is ready that only a person can open.
+NEVER = datetime(9000, 1, 1, tzinfo=UTC)
+
+
+def unless_blocked(moment: Any) -> Case:
+    """For a lane's ``ready_at``."""
+    return Case(When(blocked_by__isnull=True, then=moment), default=F("ready_at"))
+
+
+#: After all moments that a publisher may name. What waits for a gate to open waits here, each gate
+#: a second of its own: an index finds what one of them holds up, and no claim comes across it.
+PARKED = datetime(3000, 1, 1, tzinfo=UTC)
+_UNTIL_OPENED = 1e12
+
+
+def until_opened(gate_id: int) -> float:
+    """A delay longer than any other: as long as this gate is shut."""
+    return _UNTIL_OPENED + gate_id
+
+
+def parked_at(gate_id: int) -> datetime:
+    return PARKED + timedelta(seconds=gate_id)
+
+
+def parked_for(delay: float) -> datetime | None:
+    """Where what is so delayed is parked; None for a delay that simply passes."""
+    return parked_at(int(delay - _UNTIL_OPENED)) if delay >= _UNTIL_OPENED else None
+
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -68,6 +99,11 @@ def is_trouble(error: BaseException) -> bool:
     return getattr(error.__cause__, "sqlstate", None) == READ_ONLY
 
 
+def is_shortage(error: BaseException) -> bool:
+    """The server has run out of something, most likely of disk: no handler is to blame."""
+    return str(getattr(error.__cause__, "sqlstate", "")).startswith("53")
+
+
 class Rows:
     """The tables behind one database alias, as one project sees them."""
 
@@ -89,6 +125,8 @@ class Rows:
         return Value(self.clock(), output_field=DateTimeField())
 
     def after(self, seconds: float) -> Any:
+        if moment := parked_for(seconds):
+            return Value(moment, output_field=DateTimeField())
         return self.now + Value(timedelta(seconds=seconds))
 
     @property
@@ -100,8 +138,22 @@ class Rows:
         return EventLane.objects.using(self.using).filter(namespace=settings.NAMESPACE)
 
     @property
+    def marks(self) -> QuerySet[EventMark]:
+        return EventMark.objects.using(self.using).filter(namespace=settings.NAMESPACE)
+
+    @property
     def workers(self) -> QuerySet[EventWorker]:
         return EventWorker.objects.using(self.using).filter(namespace=settings.NAMESPACE)
+
+    @property
+    def gates(self) -> QuerySet[EventGate]:
+        return EventGate.objects.using(self.using).filter(namespace=settings.NAMESPACE)
+
+    @property
+    def completed(self) -> QuerySet[EventLog]:
+        return EventLog.objects.using(self.using).filter(
+            status=LogStatus.COMPLETED, namespace=settings.NAMESPACE
+        )
 
     @property
     def dead(self) -> QuerySet[EventLog]:
@@ -127,6 +179,14 @@ class Rows:
         """Lock rows, in their order, waiting for those who hold them."""
         has_locks = self.connection.features.has_select_for_update
         return rows.select_for_update() if has_locks else rows
+
+    def lock_of_an_update(self, rows: QuerySet[Any]) -> QuerySet[Any]:
+        """Lock rows as an UPDATE that leaves their keys alone will: others may still refer to
+        them. Only inside a transaction, and where there are row locks."""
+        features = self.connection.features
+        if not (features.has_select_for_update and self.connection.in_atomic_block):
+            return rows
+        return rows.select_for_update(no_key=features.has_select_for_no_key_update)
 
     def read_clock(self) -> datetime:
         if self.clock is not None:

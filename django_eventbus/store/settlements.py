@@ -16,13 +16,21 @@ class NewEvent(NamedTuple):
     type: str
     version: int
     payload: Any
+    key: str | None
+    counted_as: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(NamedTuple):
     """Every handler did it at the first try: into the log, nothing to tell."""
 
     row_id: int
+
+
+class Held(NamedTuple):
+    """A gate kept every handler from running: back into the queue as it was, uncharged."""
+
+    row_id: int
+    delay: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +44,8 @@ class Finished:
     dead_handler: str = ""
     error_type: str = ""
     error_fingerprint: str = ""
+    #: The lane that its death holds up.
+    blocks_lane: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,4 +67,4 @@ class Progressed:
     errors: list[dict[str, Any]]
 
 
-Settlement = Completed | Finished | Postponed | Progressed
+Settlement = Completed | Held | Finished | Postponed | Progressed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable
-from datetime import datetime
-from typing import ClassVar
+from datetime import UTC, datetime
+from typing import Any, ClassVar
 
 from django.utils import timezone
 
@@ -19,6 +19,7 @@ LOOK_EVERY = 0.01
 
 class SQLiteStore(Store):
     hears: ClassVar[bool] = True
+    lets_others_work: ClassVar[bool] = False
 
     def claim(
         self, queue: str, *, limit: int, worker_id: uuid.UUID, token: uuid.UUID | None = None
@@ -37,6 +38,9 @@ class SQLiteStore(Store):
     def read_clock(self) -> datetime:
         # The database has no clock but this machine's.
         return self.clock() if self.clock is not None else timezone.now()
+
+    def _to_datetime(self, value: Any) -> datetime:
+        return datetime.fromisoformat(value).replace(tzinfo=UTC)
 
     def listen(self, tell: Callable[[], None], stopped: threading.Event) -> None:
         """``data_version`` moves when another connection commits; asking costs microseconds."""

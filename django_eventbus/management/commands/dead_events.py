@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-import sys
 import uuid
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 from django.core.serializers.json import DjangoJSONEncoder
-from django.db import connections
 from django.db.models import QuerySet
 
 from django_eventbus import dead_letters
+from django_eventbus.failures import one_line
+from django_eventbus.management.console import (
+    UNITS,
+    conclude,
+    confirmed,
+    database,
+    event_id,
+    number,
+    period,
+    progress,
+)
 from django_eventbus.models import DeadEvent
-from django_eventbus.registry import did_you_mean
-from django_eventbus.signals import one_line
-from django_eventbus.store import default_alias, store_for
+from django_eventbus.store import store_for
 
 COLUMNS = ("died", "type", "handler", "error", "attempts", "event id")
 #: Columns that give way when the terminal is narrow, and down to what width.
 FLEXIBLE = (1, 2, 3)
 NARROWEST = 6
 GAP = "  "
-CLEAR_LINE = "\r\x1b[2K"
-MOST_LISTED = 1_000_000
-UNITS = {"d": timedelta(days=1), "h": timedelta(hours=1), "m": timedelta(minutes=1)}
-OLDEST = timedelta(days=36_500)
 
 #: The filters of ``dead_letters.matching``, and how a sentence says them.
 FILTERS = {
@@ -87,10 +89,10 @@ class Command(BaseCommand):
         retried = dead_letters.retry(
             selection.ids or None,
             using=selection.using,
-            progress=self._progress("retried", count),
+            progress=progress(self.stdout, f"of {count:,} retried"),
             **selection.filters,
         )
-        self._conclude(f"{selection.in_words(retried)} put back into the queue.")
+        conclude(self.stdout, f"{selection.in_words(retried)} put back into the queue.")
         if retried < len(selection.ids):
             missing = len(selection.ids) - retried
             self.stdout.write(f"{missing:,} of the given ids fit no dead letter (any more).")
@@ -102,29 +104,15 @@ class Command(BaseCommand):
         count = selection.rows().count()
         if options["dry_run"]:
             self.stdout.write(f"{selection.in_words(count)} would be purged.")
-        elif count and not options["yes"] and not _confirmed(selection.in_words(count)):
+        elif count and not options["yes"] and not confirmed(selection.in_words(count)):
             self.stdout.write("Nothing was purged.")
         else:
             purged = dead_letters.purge(
                 using=selection.using,
-                progress=self._progress("purged", count),
+                progress=progress(self.stdout, f"of {count:,} purged"),
                 **selection.filters,
             )
-            self._conclude(f"{selection.in_words(purged)} purged.")
-
-    def _progress(self, done_to_them: str, total: int) -> Callable[[int], None]:
-        if not self.stdout.isatty():
-            return lambda done: None
-
-        def show(done: int) -> None:
-            text = f"{CLEAR_LINE}{done:,} of {total:,} {done_to_them} …"
-            self.stdout.write(text, ending="")
-            self.stdout.flush()
-
-        return show
-
-    def _conclude(self, text: str) -> None:
-        self.stdout.write(f"{CLEAR_LINE if self.stdout.isatty() else ''}{text}")
+            conclude(self.stdout, f"{selection.in_words(purged)} purged.")
 
 
 EVERY_TYPE = "*"
@@ -153,7 +141,7 @@ class Selection:
             raise CommandError("Give --all or a selection, not both.")
         if everything:
             filters["type"] = EVERY_TYPE
-        return cls(using=_alias(options["database"]), filters=filters, ids=ids)
+        return cls(using=database(options["database"]), filters=filters, ids=ids)
 
     def now(self) -> datetime:
         return store_for(self.using).read_clock()
@@ -176,10 +164,10 @@ class Selection:
 def _add_list(parser: ArgumentParser) -> None:
     _add_filters(parser)
     parser.add_argument(
-        "--limit", type=_number(1), default=100, help="how many to show (default: 100)"
+        "--limit", type=number(1), default=100, help="how many to show (default: 100)"
     )
     parser.add_argument(
-        "--offset", type=_number(0), default=0, help="how many to pass over (default: 0)"
+        "--offset", type=number(0), default=0, help="how many to pass over (default: 0)"
     )
     parser.add_argument(
         "--format",
@@ -191,7 +179,7 @@ def _add_list(parser: ArgumentParser) -> None:
 
 def _add_retry(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "event_ids", nargs="*", type=_event_id, metavar="event-id", help="the events to retry"
+        "event_ids", nargs="*", type=event_id, metavar="event-id", help="the events to retry"
     )
     _add_filters(parser)
     parser.add_argument("--all", action="store_true", help="retry every dead letter")
@@ -200,7 +188,7 @@ def _add_retry(parser: ArgumentParser) -> None:
 
 def _add_purge(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--older-than", type=_period, help="only what died so long ago: 30d, 12h, 90m, or days"
+        "--older-than", type=period, help="only what died so long ago: 30d, 12h, 90m, or days"
     )
     _add_filters(parser)
     parser.add_argument("--all", action="store_true", help="purge every dead letter")
@@ -213,27 +201,9 @@ def _add_filters(parser: ArgumentParser) -> None:
     parser.add_argument("--handler", help="the name of the handler that died (first)")
     parser.add_argument("--queue", help="the queue they were in")
     parser.add_argument("--key", help="the key they were published with")
-    parser.add_argument("--event-id", type=_event_id, help="the id of one event")
+    parser.add_argument("--event-id", type=event_id, help="the id of one event")
     parser.add_argument("--error-type", help="the last error's class: ValueError, shop.NoStock")
     parser.add_argument("--database", help="the alias that holds the bus")
-
-
-def _number(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not re.fullmatch("[0-9]{1,7}", text) or not least <= int(text) <= MOST_LISTED:
-            raise ArgumentTypeError(f"{text!r} is not a number from {least} to {MOST_LISTED}")
-        return int(text)
-
-    return number
-
-
-def _event_id(text: str) -> uuid.UUID:
-    try:
-        return uuid.UUID(text)
-    except ValueError:
-        raise ArgumentTypeError(
-            f"{text!r} is not an event id, which looks like 01890a5d-ac96-774b-bcce-b302099a8057"
-        ) from None
 
 
 def _type_or_prefix(text: str) -> str:
@@ -242,37 +212,10 @@ def _type_or_prefix(text: str) -> str:
     return text
 
 
-def _period(text: str) -> timedelta:
-    found = re.fullmatch("([0-9]{1,9})([dhm]?)", text)
-    period = int(found[1]) * UNITS[found[2] or "d"] if found else None
-    if period is None or period > OLDEST:
-        raise ArgumentTypeError(
-            f"{text!r} is not a time; give days, hours or minutes: 30d, 12h, 90m (30 means 30d)"
-        )
-    return period
-
-
-def _alias(named: str | None) -> str:
-    alias = named or default_alias()
-    if alias not in connections:
-        raise CommandError(f"there is no database {alias!r}{did_you_mean(alias, connections)}")
-    return alias
-
-
 def _said(value: Any) -> str:
     if isinstance(value, datetime):
         return f"{value:%Y-%m-%d %H:%M:%S %Z}"
     return one_line(repr(value) if isinstance(value, str) else str(value))
-
-
-def _confirmed(what: str) -> bool:
-    if not sys.stdin.isatty():
-        raise CommandError(f"{what} would be purged. Nobody is there to confirm it: give --yes.")
-    try:
-        answer = input(f"Delete {what} for good? [y/N] ")
-    except (EOFError, KeyboardInterrupt):
-        return False
-    return answer.strip().lower() in ("y", "yes")
 
 
 def _cells(event: DeadEvent, now: datetime) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import OperationalError, connections
 from django.utils import autoreload
 
+from django_eventbus.batch import Tally
 from django_eventbus.conf import settings
-from django_eventbus.delivery import Tally
 from django_eventbus.models import QueuedEvent
 from django_eventbus.registry import did_you_mean, registry
 from django_eventbus.signals import delivery_succeeded

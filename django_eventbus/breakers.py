@@ -1,0 +1,92 @@
+"""The circuit breakers: how they stand, and how to close one by hand."""
+
+from __future__ import annotations
+
+import builtins
+from dataclasses import dataclass
+from datetime import datetime
+from functools import partial
+
+from django.db import transaction
+
+from django_eventbus.conf import settings
+from django_eventbus.exceptions import EventBusError
+from django_eventbus.models import EventGate, GateKind
+from django_eventbus.pacing import CircuitBreaker, counted, totals
+from django_eventbus.publishing import wake_on_commit
+from django_eventbus.registry import did_you_mean, registry
+from django_eventbus.signals import breaker_closed
+from django_eventbus.store import store_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerStatus:
+    """One handler's breaker; calls and failures are those of its window."""
+
+    handler: str
+    state: str  # "closed", "open", or "half-open" while one delivery is tried
+    calls: int = 0
+    failures: int = 0
+    opened_at: datetime | None = None
+    probe_at: datetime | None = None
+
+
+def list(*, using: str | None = None) -> builtins.list[BreakerStatus]:
+    """The breakers of all handlers that have one, by name."""
+    store = store_for(using)
+    now = store.read_clock()
+    rows = {row.name: row for row in store.gates.filter(kind=GateKind.HANDLER)}
+    declared = {name: breaker for name in _names() if (breaker := _declared(name))}
+    return [
+        _status(name, breaker, rows.get(name), now) for name, breaker in sorted(declared.items())
+    ]
+
+
+def reset(handler: str, *, by: str | None = None, using: str | None = None) -> bool:
+    """Close a breaker, and forget what it has counted. Returns False if it was not open."""
+    if _declared(handler) is None:
+        known = [name for name in _names() if _declared(name)]
+        raise EventBusError(
+            f"there is no handler {handler!r} with a circuit breaker{did_you_mean(handler, known)}"
+        )
+    store = store_for(using)
+    was_open = store.close_breaker(handler)
+    if was_open:
+        told = {"handler": handler, "by": settings.producer() if by is None else by}
+        tell = partial(breaker_closed.send_robust, EventGate, **told)
+        transaction.on_commit(tell, using=store.using)
+        wake_on_commit(store.using)
+    return was_open
+
+
+def _names() -> builtins.list[str]:
+    return [each.name for each in registry.all()]
+
+
+def _declared(name: str) -> CircuitBreaker | None:
+    found = registry.get(name)
+    limits = found.limits if found else None
+    return limits.breaker if limits else None
+
+
+def _status(
+    name: str, breaker: CircuitBreaker, row: EventGate | None, now: datetime
+) -> BreakerStatus:
+    if row is None:
+        return BreakerStatus(handler=name, state="closed")
+    in_window = counted(row.calls, window=breaker.window, now=now.timestamp())
+    calls, failures = totals(in_window if row.opened_at is None else row.calls)
+    return BreakerStatus(
+        handler=name,
+        state=_state(row),
+        calls=calls,
+        failures=failures,
+        opened_at=row.opened_at,
+        probe_at=row.probe_at,
+    )
+
+
+def _state(row: EventGate) -> str:
+    if row.opened_at is None:
+        return "closed"
+    return "half-open" if row.probe_by else "open"
