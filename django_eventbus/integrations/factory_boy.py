@@ -1,0 +1,88 @@
+"""Factories for events in any state, to test what reads them: admin pages, dashboards, reports.
+
+To test handlers, publish events and ``drain()`` them.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from django.utils import timezone
+
+from django_eventbus import failures
+from django_eventbus.conf import settings
+from django_eventbus.events import uuid7
+from django_eventbus.models import EventLog, LogStatus, QueuedEvent
+
+try:
+    from factory.declarations import LazyAttribute, LazyFunction, SelfAttribute, Sequence, Trait
+    from factory.django import DjangoModelFactory
+except ImportError as error:
+    raise ImportError(
+        "the factories of django_eventbus need factory_boy: pip install factory-boy"
+    ) from error
+
+#: Far above the ids of any queue: an ended event keeps the id it had there.
+FIRST_LOG_ID = 2**40
+
+
+class EventFactory(DjangoModelFactory[Any]):
+    class Meta:
+        abstract = True
+
+    event_id = LazyFunction(uuid7)
+    namespace = LazyFunction(lambda: settings.NAMESPACE)
+    queue = LazyFunction(lambda: settings.QUEUE)
+    type = "test.event"
+    payload = LazyFunction(dict)
+    producer = "factory"
+
+
+class QueuedEventFactory(EventFactory):
+    """An event that waits; ``QueuedEventFactory(delayed=True)`` for one that waits an hour."""
+
+    class Meta:
+        model = QueuedEvent
+
+    class Params:
+        delayed = Trait(
+            due_at=LazyFunction(lambda: timezone.now() + timedelta(hours=1)),
+            available_at=SelfAttribute("due_at"),
+        )
+
+
+class EventLogFactory(EventFactory):
+    """An event that ended well; ``EventLogFactory(dead=True)`` for a dead letter."""
+
+    class Meta:
+        model = EventLog
+
+    class Params:
+        dead = Trait(
+            status=LogStatus.FAILED,
+            attempts=1,
+            deliveries=LazyAttribute(
+                lambda event: {event.dead_handler: {"state": "dead", "failures": 1}}
+            ),
+            errors=LazyAttribute(lambda event: [_error_of(event)]),
+            dead_handler="test.handler",
+            error_type="ValueError",
+            error_fingerprint=LazyAttribute(lambda event: failures.fingerprint(event.errors[0])),
+        )
+
+    id = Sequence(lambda n: FIRST_LOG_ID + n)
+    status = LogStatus.COMPLETED
+    finished_at = LazyFunction(timezone.now)
+
+
+def _error_of(event: Any) -> dict[str, Any]:
+    return {
+        "handler": event.dead_handler,
+        "attempt": event.attempts,
+        "at": event.finished_at.isoformat(),
+        "type": event.error_type,
+        "message": "made by a factory",
+        "where": "",
+        "traceback": "",
+    }
