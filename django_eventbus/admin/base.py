@@ -1,0 +1,109 @@
+"""What the pages of all models have in common: nobody adds, changes or deletes rows by a form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.template.response import TemplateResponse
+from django.urls import URLPattern, path, reverse
+from django.utils.text import capfirst
+
+from django_eventbus.admin.paging import CappedPaginator
+from django_eventbus.admin.permissions import EDIT, PAUSE, PURGE, RETRY, VIEW_PAYLOAD, may
+from django_eventbus.conf import settings
+from django_eventbus.store import default_alias
+
+try:
+    from django.middleware.csp import get_nonce
+except ImportError:  # before Django 6.0
+
+    def get_nonce(request: HttpRequest) -> None:  # type: ignore[misc]
+        return None
+
+
+if TYPE_CHECKING:
+    Base = admin.ModelAdmin[Any]
+else:
+    Base = object
+
+
+class EventBusAdminMixin(Base):
+    """Shows the rows of this project's namespace, and lets nobody write them."""
+
+    paginator = CappedPaginator
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+    list_per_page = 50
+    list_max_show_all = 50
+    list_select_related = False
+
+    class Media:
+        css = {"all": ("django_eventbus/eventbus.css",)}
+
+    # -- pages of their own
+
+    def route(self, route: str, view: Callable[..., Any], name: str) -> URLPattern:
+        """Only for staff, and POSTs only with a CSRF token. The permission is the view's affair."""
+        return path(route, self.admin_site.admin_view(view), name=self._name(name))
+
+    def url_of(self, name: str, *args: Any) -> str:
+        return reverse(f"admin:{self._name(name)}", args=args, current_app=self.admin_site.name)
+
+    def _name(self, name: str) -> str:
+        return f"{self.opts.app_label}_{self.opts.model_name}_{name}"
+
+    def page(self, request: HttpRequest, template: str, **context: Any) -> TemplateResponse:
+        request.current_app = self.admin_site.name
+        common = {
+            **self.admin_site.each_context(request),
+            "opts": self.opts,
+            "media": self.media,
+            "list_url": self.url_of("changelist"),
+        }
+        return TemplateResponse(
+            request, f"admin/django_eventbus/{template}.html", {**common, **context}
+        )
+
+    def demand_view(self, request: HttpRequest) -> None:
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+
+    # -- who may do what; nobody writes rows by a form
+
+    def has_retry_permission(self, request: HttpRequest) -> bool:
+        return may(request, RETRY)
+
+    def has_edit_permission(self, request: HttpRequest) -> bool:
+        return may(request, EDIT, VIEW_PAYLOAD)
+
+    def has_purge_permission(self, request: HttpRequest) -> bool:
+        return may(request, PURGE)
+
+    def has_pause_permission(self, request: HttpRequest) -> bool:
+        return may(request, PAUSE)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        rows: QuerySet[Any] = self.model._default_manager.using(default_alias())
+        return rows.filter(namespace=settings.NAMESPACE)
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
+        # The range filters look for the nonce of django-csp; Django's own has another name.
+        if not hasattr(request, "csp_nonce"):
+            nonce = get_nonce(request)  # false until somebody has read it
+            request.csp_nonce = "" if nonce is None else nonce  # type: ignore[attr-defined]
+        context = {"title": capfirst(str(self.opts.verbose_name_plural)), **(extra_context or {})}
+        return super().changelist_view(request, context)

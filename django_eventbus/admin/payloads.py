@@ -1,0 +1,90 @@
+"""What is shown of a payload: as much as fits a page, without what nobody should read there."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from django.core.serializers.json import DjangoJSONEncoder
+
+from django_eventbus.conf import settings
+
+MOST_SHOWN = 20_000
+
+_PLACEHOLDER = re.compile(r"•••••• \((\d+)\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A text for a page, and how many characters of it are left out."""
+
+    text: str
+    left_out: int = 0
+
+
+def shown(value: Any) -> Shown:
+    text = as_text(Redaction(value).public)
+    return Shown(text[:MOST_SHOWN], max(0, len(text) - MOST_SHOWN))
+
+
+def as_text(value: Any) -> str:
+    text = json.dumps(value, cls=DjangoJSONEncoder, ensure_ascii=False, indent=2)
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """What would steer the reader's eye (or terminal) elsewhere is spelt out. In JSON this is
+    still the same value: such characters only stand inside strings."""
+    return "".join(c if c.isprintable() or c in "\n " else _spelt_out(c) for c in text)
+
+
+def _spelt_out(character: str) -> str:
+    return json.dumps(character)[1:-1]
+
+
+class Redaction:
+    """A value with its sensitive fields replaced by placeholders, each by one of its own: so they
+    find back to what they stand for, wherever an editor has moved them."""
+
+    def __init__(self, value: Any) -> None:
+        self._hidden: list[Any] = []
+        self._words = [_normal(word) for word in settings.REDACT_FIELDS]
+        self.public = self._without_secrets(value)
+
+    def _without_secrets(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {
+                name: self._hide(item) if self._is_sensitive(name) else self._without_secrets(item)
+                for name, item in value.items()
+            }
+        if isinstance(value, list):
+            return [self._without_secrets(item) for item in value]
+        return value
+
+    def _is_sensitive(self, name: str) -> bool:
+        return any(word in _normal(name) for word in self._words)
+
+    def _hide(self, value: Any) -> str:
+        self._hidden.append(value)
+        return f"•••••• ({len(self._hidden)})"
+
+    def restored(self, edited: Any) -> Any:
+        """An edited public value with the secrets put back. Raises ValueError for a placeholder
+        that stands for nothing."""
+        if isinstance(edited, dict):
+            return {name: self.restored(item) for name, item in edited.items()}
+        if isinstance(edited, list):
+            return [self.restored(item) for item in edited]
+        found = _PLACEHOLDER.fullmatch(edited) if isinstance(edited, str) else None
+        if found is None:
+            return edited
+        number = int(found[1])
+        if not 1 <= number <= len(self._hidden):
+            raise ValueError(edited)
+        return self._hidden[number - 1]
+
+
+def _normal(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")

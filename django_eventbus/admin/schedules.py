@@ -1,0 +1,161 @@
+"""Schedules: made, changed and switched here; those declared in code are switched only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.utils.translation import gettext as _
+from django.utils.translation import gettext_lazy, ngettext
+
+from django_eventbus import schedules
+from django_eventbus.admin import permissions
+from django_eventbus.admin.base import EventBusAdminMixin
+from django_eventbus.admin.filters import ChoiceFilter
+from django_eventbus.admin.flow import (
+    MOST_AT_ONCE,
+    FlowMixin,
+    looked_at,
+    time_between,
+)
+from django_eventbus.exceptions import EventBusError
+from django_eventbus.models import EventSchedule, ScheduleOrigin
+from django_eventbus.store import default_alias
+from django_eventbus.store.schedules import DEFINITION
+
+SHOWN_RUNS = 3
+
+
+class OriginFilter(ChoiceFilter):
+    title = gettext_lazy("origin")
+    parameter_name = column = "origin"
+
+    def known(self) -> Sequence[tuple[str, Any]]:
+        return ScheduleOrigin.choices
+
+
+class ScheduleMixin(FlowMixin):
+    """Who may add, change or delete them is said by Django's own permissions."""
+
+    list_display = ("name", "type", "enabled", "rhythm", "next_run", "last_at", "origin")
+    list_filter = (OriginFilter,)
+    search_fields = ("name__exact", "type__exact")
+    search_help_text = gettext_lazy("A name or an event type")
+    ordering = ("name",)
+    actions = ("enable", "disable", "run_now")
+    readonly_fields = ("plan_in_words", "next_run", "last_at", "origin")
+    fieldsets = (
+        (None, {"fields": ("name", "enabled", "origin")}),
+        (
+            gettext_lazy("When"),
+            {"fields": ("cron", "tz", "misfire", "plan_in_words", "next_run", "last_at")},
+        ),
+        (
+            gettext_lazy("What"),
+            {"fields": ("type", "payload", "key", "queue", "priority", "headers")},
+        ),
+    )
+
+    # The base refuses these three to everybody.
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return super(EventBusAdminMixin, self).has_add_permission(request)
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return super(EventBusAdminMixin, self).has_change_permission(request, obj)
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """One by one: Django's deletion of many writes its history in another transaction. And not
+        what code declares, which would be back with the next worker."""
+        deletable = obj is not None and obj.origin != ScheduleOrigin.CODE
+        return deletable and super(EventBusAdminMixin, self).has_delete_permission(request, obj)
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        if obj is None or obj.origin != ScheduleOrigin.CODE:
+            return self.readonly_fields
+        return (*self.readonly_fields, "name", *DEFINITION)
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        """What is published is for those who may see payloads."""
+        hidden = {"plan_in_words", "next_run", "last_at", "origin"} if obj is None else set()
+        if obj is not None and not permissions.may(request, permissions.VIEW_PAYLOAD):
+            hidden = {"payload", "headers"}
+        return [
+            (title, {"fields": [name for name in part["fields"] if name not in hidden]})
+            for title, part in self.fieldsets
+        ]
+
+    @admin.display(description=gettext_lazy("plan"))
+    def rhythm(self, schedule: EventSchedule) -> str:
+        return self._worked_out(lambda: schedules.explain(schedule, 0, after=looked_at(schedule)))
+
+    @admin.display(description=gettext_lazy("plan"))
+    def plan_in_words(self, schedule: EventSchedule) -> str:
+        return self._worked_out(
+            lambda: schedules.explain(schedule, SHOWN_RUNS, after=looked_at(schedule))
+        )
+
+    @admin.display(description=gettext_lazy("next run"))
+    def next_run(self, schedule: EventSchedule) -> str:
+        now = looked_at(schedule)
+        if not schedule.enabled:
+            return _("disabled")
+        if schedule.next_at is not None and schedule.next_at < now - schedules.MISSED_AFTER:
+            return _("overdue for %(time)s") % {"time": time_between(schedule.next_at, now)}
+
+        def coming() -> str:
+            first = schedules.next_runs(schedule, 1, after=now)
+            return _("in %(time)s") % {"time": time_between(now, first[0])} if first else _("never")
+
+        return self._worked_out(coming)
+
+    @staticmethod
+    def _worked_out(words: Callable[[], str]) -> str:
+        """A row that was written by other means may be one that nobody can read."""
+        try:
+            return words()
+        except EventBusError as error:
+            return str(error)
+
+    @admin.action(description=gettext_lazy("Enable"), permissions=["change"])
+    def enable(self, request: HttpRequest, queryset: QuerySet[EventSchedule]) -> None:
+        def verb(schedule: EventSchedule) -> bool:
+            schedules.enable(schedule.name, using=default_alias())
+            return True
+
+        off = queryset.filter(enabled=False)[:MOST_AT_ONCE]
+        done = self.act(request, off, verb, _("enabled"))
+        text = ngettext(
+            "%(count)s schedule was enabled.", "%(count)s schedules were enabled.", done
+        )
+        self.message_user(request, text % {"count": done})
+
+    @admin.action(description=gettext_lazy("Disable"), permissions=["change"])
+    def disable(self, request: HttpRequest, queryset: QuerySet[EventSchedule]) -> None:
+        def verb(schedule: EventSchedule) -> bool:
+            schedules.disable(schedule.name, using=default_alias())
+            return True
+
+        on = queryset.filter(enabled=True)[:MOST_AT_ONCE]
+        done = self.act(request, on, verb, _("disabled"))
+        text = ngettext(
+            "%(count)s schedule was disabled.", "%(count)s schedules were disabled.", done
+        )
+        self.message_user(request, text % {"count": done})
+
+    @admin.action(description=gettext_lazy("Run now"), permissions=["change"])
+    def run_now(self, request: HttpRequest, queryset: QuerySet[EventSchedule]) -> None:
+        def verb(schedule: EventSchedule) -> object:
+            return schedules.run(schedule.name, using=default_alias())
+
+        done = self.act(request, queryset[:MOST_AT_ONCE], verb, _("run by hand"))
+        text = ngettext("%(count)s event was published.", "%(count)s events were published.", done)
+        self.message_user(request, text % {"count": done})
+
+
+@admin.register(EventSchedule)
+class ScheduleAdmin(ScheduleMixin, admin.ModelAdmin):  # type: ignore[type-arg]
+    pass

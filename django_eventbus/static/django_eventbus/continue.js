@@ -1,0 +1,3 @@
+"use strict";
+// Goes on with what the page's button would go on with.
+document.querySelector("form[data-eventbus-continue]").submit();

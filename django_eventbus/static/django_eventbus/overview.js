@@ -1,0 +1,78 @@
+// Fetches the changing part of the overview every few seconds, while somebody looks at it.
+"use strict";
+
+document.addEventListener("DOMContentLoaded", () => {
+    const live = document.getElementById("eventbus-live");
+    if (!live) {
+        return;
+    }
+    const news = document.getElementById("eventbus-news");
+    const button = document.createElement("button");
+    let paused = false;
+    let fetching = false;
+
+    button.type = "button";
+    button.className = "button";
+    button.textContent = live.dataset.pause;
+    button.addEventListener("click", () => {
+        paused = !paused;
+        button.textContent = paused ? live.dataset.resume : live.dataset.pause;
+        if (!paused) {
+            refresh();
+        }
+    });
+    news.after(button);
+
+    // Said once: whoever listens to the page need not hear the same every few seconds.
+    function tell(text) {
+        if (news.textContent !== text) {
+            news.textContent = text;
+        }
+    }
+
+    // Nothing is taken away under the keyboard's focus or a selection.
+    function isInUse() {
+        const selection = document.getSelection();
+        const selecting = selection && !selection.isCollapsed && live.contains(selection.anchorNode);
+        return selecting || (live.contains(document.activeElement) && live !== document.activeElement);
+    }
+
+    function show(html) {
+        const fresh = new DOMParser().parseFromString(html, "text/html").body;
+        for (const details of live.querySelectorAll("details[open]")) {
+            const same = fresh.querySelector("#" + details.id);
+            if (same) {
+                same.open = true;
+            }
+        }
+        live.replaceChildren(...fresh.childNodes);
+        tell(live.querySelector("[data-news]").dataset.news);
+    }
+
+    function showLost() {
+        live.querySelector(".eventbus-asof").classList.add("eventbus-stale");
+        tell(live.dataset.lost);
+    }
+
+    async function refresh() {
+        if (paused || fetching || document.hidden || isInUse()) {
+            return;
+        }
+        fetching = true;
+        try {
+            const answer = await fetch(live.dataset.url, {credentials: "same-origin"});
+            if (answer.ok && !answer.redirected) {
+                show(await answer.text());
+            } else {
+                showLost();
+            }
+        } catch {
+            showLost();
+        } finally {
+            fetching = false;
+        }
+    }
+
+    document.addEventListener("visibilitychange", refresh);
+    setInterval(refresh, 1000 * Number(live.dataset.seconds));
+});
