@@ -1,0 +1,85 @@
+"""What happens at the failpoints of a worker process, told by its environment.
+
+A plan maps a place to a fault: ``{"settle.before_commit": {"do": "kill", "nth": 2}}``. With
+``once`` (a path) it happens in one process only, however many come by: who makes the file is hit.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+from django.db import OperationalError
+
+from django_eventbus import failpoints
+
+PLACES = (
+    "publish.inserted",
+    "claim.committed",
+    "handler.before",
+    "handler.after",
+    "settle.before_commit",
+    "settle.committed",
+    "renew.sent",
+    "release.before",
+    "schedule.due",
+    "schedule.published",
+    "schedule.committed",
+)
+PLAN = "EVENTBUS_TEST_FAILPOINTS"
+
+_passed = Counter()
+
+
+def environment(**plan):
+    """For a worker process: ``env=environment(claim__committed={"do": "kill"})``."""
+    named = {place.replace("__", "."): fault for place, fault in plan.items()}
+    unknown = named.keys() - set(PLACES)
+    assert not unknown, f"no such failpoint: {unknown}"
+    return {PLAN: json.dumps(named), "EVENTBUS_TEST_IMPORT": __name__}
+
+
+def act(place):
+    fault = _plan.get(place)
+    if fault is None:
+        return
+    _passed[place] += 1
+    if _passed[place] != fault.get("nth", 1) or not _first(fault.get("once")):
+        return
+    if seen := fault.get("seen"):
+        Path(seen).touch()
+    _FAULTS[fault["do"]](fault)
+
+
+def _first(path):
+    if path is None:
+        return True
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        return True
+    return False
+
+
+def _wait(fault):
+    while not Path(fault["until"]).exists():
+        time.sleep(0.01)
+
+
+def _fail(fault):
+    raise OperationalError("a failpoint says so")
+
+
+_FAULTS = {
+    "kill": lambda fault: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda fault: os._exit(9),
+    "stop": lambda fault: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": _fail,
+    "wait": _wait,
+}
+
+_plan = json.loads(os.environ.get(PLAN, "{}"))
+if _plan:
+    failpoints.on_reaching = act

@@ -1,0 +1,110 @@
+"""The server ends the worker's sessions (F17): it comes back by itself, nothing happens twice."""
+
+import pytest
+from django.db import connection, transaction
+
+from django_eventbus.models import EventLog, EventWorker, QueuedEvent
+from django_eventbus.publishing import publish, publish_many
+from tests.faults import failpoints, invariants
+from tests.faults.test_failpoints import drained
+from tests.shop.models import Effect
+from tests.threads import in_thread
+from tests.workers import eventually
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True),
+    pytest.mark.usefixtures("on_postgresql"),
+]
+
+OTHERS = "datname = current_database() AND pid <> pg_backend_pid()"
+#: A hot loop would come by hundreds of times before a test is over.
+FEW = 20
+
+
+def sessions(condition="true"):
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_stat_clear_snapshot()")  # a transaction sees them once only
+        cursor.execute(f"SELECT pid FROM pg_stat_activity WHERE {OTHERS} AND {condition}")
+        return cursor.fetchall()
+
+
+def terminate(condition="true"):
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity "
+            f"WHERE {OTHERS} AND {condition}"
+        )
+        return cursor.fetchone()[0]
+
+
+def check_that_it_lived_on(worker, child, events):
+    assert worker.process.poll() is None, worker.log
+    assert EventWorker.objects.get().pid == child.pid, worker.log
+    assert worker.log.count("does not answer") < FEW, worker.log
+    assert Effect.objects.count() == EventLog.objects.filter(status="COMPLETED").count() == events
+    invariants.check()
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["claim.committed", "handler.after", "settle.before_commit", "renew.sent"],
+)
+def test_sessions_ended_at(start_worker, tmp_path, place):
+    publish_many(("fault.effect", n) for n in range(20))
+    for n in range(10):
+        publish("fault.effect", {}, key=f"k{n % 3}")
+    seen, go_on = tmp_path / "seen", tmp_path / "go_on"
+    plan = {place.replace(".", "__"): {"do": "wait", "seen": str(seen), "until": str(go_on)}}
+    worker = start_worker(eventbus={"ABANDON_AFTER": 20.0}, env=failpoints.environment(**plan))
+    child = worker.wait_until_registered()
+    eventually(seen.exists, lambda: worker.log)
+    assert terminate() > 0
+    go_on.touch()
+    eventually(drained, lambda: worker.log)
+    check_that_it_lived_on(worker, child, 30)
+
+
+def test_sessions_ended_while_nothing_happens(start_worker):
+    worker = start_worker()
+    child = worker.wait_until_registered()
+    for n in range(3):
+        publish("fault.effect", n)
+        eventually(drained, lambda: worker.log)
+        eventually(lambda: terminate() > 0, lambda: worker.log)
+    publish("fault.effect", "after all")
+    eventually(drained, lambda: worker.log)
+    check_that_it_lived_on(worker, child, 4)
+
+
+def test_sessions_ended_in_the_middle_of_a_claim_and_of_a_renewal(start_worker):
+    """Both want the row of the registration, which is locked for as long as it takes."""
+    worker = start_worker(eventbus={"ABANDON_AFTER": 8.0, "POLL_INTERVAL": 0.1})
+    child = worker.wait_until_registered()
+    waiting = "wait_event_type = 'Lock' AND query LIKE '%{}%'"
+    claim, renewal = waiting.format("enable_seqscan"), waiting.format("renewed_at")
+    with transaction.atomic():
+        EventWorker.objects.select_for_update().get()
+        with in_thread(publish_many, [("fault.effect", n) for n in range(5)]):
+            pass
+        eventually(lambda: sessions(claim) and sessions(renewal), lambda: worker.log)
+        assert terminate(f"({claim} OR {renewal})") >= 2
+    eventually(drained, lambda: worker.log)
+    check_that_it_lived_on(worker, child, 5)
+
+
+def test_sessions_ended_again_and_again_under_load(start_worker):
+    worker = start_worker("--concurrency", "2", "--batch-size", "20")
+    child = worker.wait_until_registered()
+    published = 0
+
+    def one_more_blow():
+        nonlocal published
+        publish_many(("fault.effect", published + n) for n in range(50))
+        published += 50
+        terminate()
+        return published == 500
+
+    eventually(one_more_blow)
+    eventually(drained, lambda: worker.log)
+    check_that_it_lived_on(worker, child, published)
+    assert not QueuedEvent.objects.exists()

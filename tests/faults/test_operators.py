@@ -1,0 +1,113 @@
+"""F46: operators at the dead letters, two at a time, and one who is killed half way."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from functools import partial
+
+import pytest
+from django.db import connection
+
+from django_eventbus import dead_letters, handler, publish_many, queued
+from django_eventbus.models import EventLog, QueuedEvent
+from tests.bus import drain
+from tests.faults import invariants
+from tests.workers import eventually
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
+
+MANY = 1500
+
+
+@pytest.fixture
+def many_dead():
+    @handler("x", name="h", retry={"max_retries": 0})
+    def fail(event):
+        raise ValueError("no")
+
+    publish_many(("x", n) for n in range(MANY))
+    drain()
+    assert EventLog.objects.filter(status="FAILED").count() == MANY
+
+
+def at_once(*actions):
+    """What each of them returned."""
+    gate, results = threading.Barrier(len(actions)), [None] * len(actions)
+
+    def run(index, action):
+        gate.wait()
+        try:
+            results[index] = action()
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(actions)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_two_who_retry_the_same_letters_revive_each_of_them_once(many_dead):
+    revived = at_once(lambda: dead_letters.retry(type="x"), lambda: dead_letters.retry(type="x"))
+    assert sum(revived) + dead_letters.retry(type="x") == MANY
+    assert QueuedEvent.objects.count() == MANY
+    invariants.check()
+
+
+def test_of_retry_and_purge_each_letter_meets_one(many_dead):
+    revived, purged = at_once(
+        lambda: dead_letters.retry(type="x"), lambda: dead_letters.purge(type="x")
+    )
+    purged += dead_letters.purge(type="x")
+    assert revived + purged == MANY
+    assert QueuedEvent.objects.count() == revived
+    assert not EventLog.objects.exists()
+
+
+@pytest.mark.parametrize("keys", [0, 7])
+def test_each_event_is_either_cancelled_or_handled(keys):
+    seen = []
+    handler("x", name="h")(lambda event: seen.append(event.payload))
+    events = [("x", number) for number in range(MANY)]
+    publish_many(events, key=lambda item: f"k{item[1] % keys}" if keys else None)
+    ids = list(QueuedEvent.objects.order_by("-id").values_list("event_id", flat=True))
+    pieces = [ids[start : start + 20] for start in range(0, MANY, 20)]
+    cancelled, _ = at_once(lambda: sum(map(queued.cancel, pieces)), drain)
+    drain()
+    assert len(seen) == len(set(seen))
+    assert cancelled + len(seen) == MANY
+    assert EventLog.objects.filter(error_type="Cancelled").count() == cancelled
+    assert not QueuedEvent.objects.exists()
+    invariants.check()
+
+
+def test_of_two_who_edit_a_letter_one_does():
+    handler("x", name="h", retry={"max_retries": 0})(lambda event: 1 / 0)
+    publish_many([("x", 0)])
+    drain()
+    letter = EventLog.objects.get()
+    edited = at_once(*(partial(dead_letters.edit, letter, payload) for payload in (1, 2, 3)))
+    assert sum(edited) == 1
+    event = QueuedEvent.objects.get()
+    assert event.payload == edited.index(True) + 1
+    assert [each["payload"] for each in event.edits] == [0]
+
+
+def test_a_retry_of_many_that_is_killed_half_way_can_be_done_again(many_dead):
+    command = subprocess.Popen(
+        [sys.executable, "-m", "django", "dead_events", "retry", "--all"],
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    eventually(QueuedEvent.objects.exists, lambda: command.stderr.read().decode())
+    command.send_signal(signal.SIGKILL)
+    command.communicate()
+    half = QueuedEvent.objects.count()
+    assert half + EventLog.objects.count() == MANY
+    assert half + dead_letters.retry(type="x") == MANY
+    invariants.check()
