@@ -1,7 +1,10 @@
 """What tests do with the bus: make it ready, drain it, look at what is left."""
 
+from datetime import timedelta
+
+from django_eventbus import testing
+from django_eventbus.batch import Tally
 from django_eventbus.conf import settings
-from django_eventbus.delivery import Tally
 from django_eventbus.models import EventLane, EventLog, QueuedEvent
 from django_eventbus.worker import WorkerOptions, run_here
 
@@ -23,13 +26,9 @@ def make_due() -> None:
         event.save()
 
 
-def drain_with_retries(times: int = 20) -> None:
+def drain_with_retries() -> Tally:
     """Drain, let time pass, drain again, until nothing is left."""
-    for _ in range(times):
-        drain()
-        if not QueuedEvent.objects.exists():
-            return
-        make_due()
+    return testing.drain(until=timedelta(days=365), raise_errors=False)
 
 
 def logged(event) -> EventLog:

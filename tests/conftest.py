@@ -1,11 +1,12 @@
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from django.db import connection
 
-from django_eventbus import publishing
-from django_eventbus.registry import registry
+from django_eventbus import publishing, schedules
 from django_eventbus.store import store_for
+from django_eventbus.testing import isolated_handlers
 from django_eventbus.worker import WorkerOptions, new_registration
 from tests.workers import start_worker  # noqa: F401 - a fixture
 
@@ -15,7 +16,8 @@ def django_db_modify_db_settings(django_db_modify_db_settings, tmp_path_factory)
     """Let pytest clear away a SQLite file, and what SQLite keeps beside it."""
     if connection.vendor == "sqlite":
         test_settings = connection.settings_dict["TEST"]
-        test_settings["NAME"] = tmp_path_factory.mktemp("sqlite") / test_settings["NAME"].name
+        name = Path(test_settings["NAME"]).name
+        test_settings["NAME"] = tmp_path_factory.mktemp("sqlite") / name
 
 
 @pytest.fixture(scope="session")
@@ -29,13 +31,15 @@ def django_db_setup(django_db_setup):
 @pytest.fixture(autouse=True)
 def own_handlers():
     """A test's handlers are its own: they are forgotten when it ends."""
-    before = dict(registry._handlers)
-    registry._handlers.clear()
-    registry._by_type = {}
-    yield
-    registry._handlers = before
-    registry._by_type = {}
+    with isolated_handlers():
+        yield
     publishing.reopen()
+
+
+@pytest.fixture(autouse=True)
+def own_schedules(monkeypatch):
+    """A test's schedules are its own, too."""
+    monkeypatch.setattr(schedules, "_declared", {})
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tests import embedded_postgres
 
+JOURNAL = "EVENTBUS_TEST_SQLITE_JOURNAL"
 DEFAULT_MARIADB_URL = "mysql://root@127.0.0.1:3306/"
 
 # Random, so that two runs can share one server.
@@ -30,13 +31,14 @@ def chosen_database() -> dict[str, Any]:
 def sqlite() -> dict[str, Any]:
     # Files, because an in-memory database cannot be shared with threads and processes.
     directory = Path(tempfile.gettempdir())
+    journal = os.environ.get(JOURNAL, "WAL")
     return {
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": inherited_name() or directory / "eventbus.sqlite3",
         "OPTIONS": {
             "transaction_mode": "IMMEDIATE",
             "timeout": 20,
-            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
+            "init_command": f"PRAGMA journal_mode={journal}; PRAGMA synchronous=NORMAL;",
         },
         "TEST": {"NAME": directory / f"{TEST_NAME}.sqlite3"},
     }
@@ -56,6 +58,7 @@ def mariadb() -> dict[str, Any]:
     return {
         "ENGINE": "django.db.backends.mysql",
         **connection_parameters(os.environ.get("EVENTBUS_TEST_MARIADB_URL") or DEFAULT_MARIADB_URL),
+        "OPTIONS": {"isolation_level": os.environ.get("EVENTBUS_TEST_ISOLATION", "read committed")},
         "TEST": {"NAME": TEST_NAME, "CHARSET": "utf8mb4"},
     }
 

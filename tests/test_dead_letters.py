@@ -10,7 +10,18 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from django.db import transaction
 
-from django_eventbus import Discard, dead_letters, handler, publish, publish_many
+from django_eventbus import (
+    Discard,
+    Event,
+    dead_letters,
+    events,
+    finalize,
+    handler,
+    poll,
+    publish,
+    publish_many,
+)
+from django_eventbus.exceptions import InvalidPayloadError, UnknownEventError
 from django_eventbus.models import DeadEvent, EventLog, EventWorker, QueuedEvent
 from django_eventbus.registry import subscribe, unsubscribe
 from django_eventbus.store import store_for
@@ -375,6 +386,161 @@ def test_nothing_is_done_to_all_of_them_by_saying_nothing(act):
         act()
     assert len(dead_letters.list()) == 1
     assert act(type="*") == 1
+
+
+def test_letters_can_be_retried_at_a_pace(clock_of_rows):
+    many_dead_letters(3)
+    assert dead_letters.retry(type="*", per_minute=30, delay=10) == 3
+    assert clock_of_rows() == [10, 12, 14]
+
+
+def test_a_pace_goes_on_from_chunk_to_chunk(monkeypatch, clock_of_rows):
+    monkeypatch.setattr(dead_letters, "CHUNK", 2)
+    many_dead_letters(5)
+    dead_letters.retry(type="*", per_minute=60, delay=1)
+    assert clock_of_rows() == [1, 2, 3, 4, 5]
+
+
+def test_a_pace_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="more than 0"):
+        dead_letters.retry(type="*", per_minute=0)
+
+
+@pytest.fixture
+def clock_of_rows():
+    """In how many seconds the queued events are due, in their order, rounded."""
+
+    def seconds():
+        now = store_for().read_clock()
+        times = QueuedEvent.objects.order_by("id").values_list("available_at", flat=True)
+        return [round((moment - now).total_seconds()) for moment in times]
+
+    return seconds
+
+
+def test_one_handler_can_be_retried_while_another_stays_dead():
+    runs = []
+    handler("order.placed", name="a", retry={"max_retries": 0})(_fail_differently)
+    handler("order.placed", name="fine")(lambda event: runs.append("fine"))
+    letter = dead_letter(handler_name="b")
+    assert dead_letters.retry(letter, only="b") == 1
+    subscribe("order.placed", lambda event: runs.append("b"), name="b")
+    drain()
+    again = DeadEvent.objects.get(event_id=letter.event_id)
+    assert runs == ["fine", "b"]
+    assert {name: state["state"] for name, state in again.deliveries.items()} == {
+        "a": "dead",
+        "fine": "done",
+        "b": "done",
+    }
+    assert (again.dead_handler, [each["handler"] for each in again.errors]) == ("a", ["a"])
+
+
+def test_a_handler_that_was_done_is_not_run_again_by_its_name():
+    runs = []
+    handler("order.placed", name="fine")(lambda event: runs.append("fine"))
+    letter = dead_letter()
+    dead_letters.retry(letter, only="fine")
+    drain()
+    assert runs == ["fine"]
+    assert logged(letter).dead_handler == "shop.ship"
+
+
+def test_an_edited_letter_is_retried_with_its_new_payload_and_keeps_the_old_one():
+    letter = dead_letter(payload={"order": 7})
+    assert dead_letters.edit(letter, {"order": 8}, by="anna")
+    seen = []
+    handler("order.placed", name="shop.ship")(lambda event: seen.append(event.payload))
+    drain()
+    assert seen == [{"order": 8}]
+    (edit,) = logged(letter).edits
+    assert (edit["by"], edit["payload"]) == ("anna", {"order": 7})
+    assert datetime.fromisoformat(edit["at"]).tzinfo is not None
+
+
+def test_every_payload_that_was_replaced_is_kept():
+    letter = dead_letter(payload=1)
+    dead_letters.edit(letter, 2)
+    handler("order.placed", name="shop.ship", retry={"max_retries": 0})(_fail_differently)
+    drain()
+    dead_letters.edit(letter.event_id, 3)
+    assert [each["payload"] for each in QueuedEvent.objects.get().edits] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "payload", [float("nan"), {"text": "\x00"}, {1: 2}, object(), "x" * 300_000]
+)
+def test_what_cannot_be_published_cannot_be_edited_in(payload):
+    letter = dead_letter(payload=1)
+    with pytest.raises(InvalidPayloadError):
+        dead_letters.edit(letter, payload)
+    assert logged(letter).payload == 1
+
+
+def test_an_edit_has_to_fit_the_class_of_the_event(monkeypatch):
+    monkeypatch.setattr(events, "_classes", {})
+
+    class Edited(Event, type="order.edited"):
+        order: int
+
+    letter = dead_letter("order.edited", {"order": 7})
+    with pytest.raises(UnknownEventError, match="has no field other"):
+        dead_letters.edit(letter, {"other": 7})
+    assert dead_letters.edit(letter, {"order": 8})
+
+
+def test_only_a_dead_letter_can_be_edited():
+    letter = dead_letter(payload=1)
+    dead_letters.retry(letter)
+    assert not dead_letters.edit(letter, 2)
+    assert QueuedEvent.objects.get().payload == 1
+
+
+def test_letters_of_one_error_are_one_group():
+    for moment in (1, 2, 3):
+        dead_letter(died_at=NOON + timedelta(hours=moment))
+    other = dead_letter(handler_name="stock.buy", error=KeyError(1), died_at=NOON)
+    handler("fine", name="fine")(lambda event: None)
+    publish("fine", {})
+    drain()
+    ships, buys = dead_letters.groups()
+    assert (ships.count, ships.latest.dead_handler, ships.latest.error_type) == (
+        3,
+        "shop.ship",
+        "ValueError",
+    )
+    assert ships.first_at == NOON + timedelta(hours=1)
+    assert ships.last_at == ships.latest.finished_at == NOON + timedelta(hours=3)
+    assert (buys.count, buys.latest) == (1, other)
+    assert len(dead_letters.list(fingerprint=ships.fingerprint)) == 3
+
+
+def test_groups_are_counted_up_to_a_bound_by_three_queries(django_assert_num_queries):
+    many_dead_letters(5)
+    dead_letter()
+    with django_assert_num_queries(3):
+        counts = [each.count for each in dead_letters.groups(count_at_most=3)]
+    assert sorted(counts) == [1, 3]
+    assert len(dead_letters.groups(limit=1, offset=1)) == 1
+    assert dead_letters.groups(offset=2) == []
+
+
+def test_without_dead_letters_there_are_no_groups():
+    assert dead_letters.groups() == []
+
+
+def test_groups_of_other_projects_are_out_of_sight(settings):
+    dead_letter()
+    settings.EVENTBUS = {"NAMESPACE": "theirs"}
+    assert dead_letters.groups() == []
+
+
+def test_a_letter_that_nobody_explained_is_in_a_group_too(settings):
+    settings.EVENTBUS = {"ABANDON_AFTER": 60}
+    publish("order.placed", {})
+    finalize(poll(), failed=True)
+    (group,) = dead_letters.groups()
+    assert group.count == 1
 
 
 def test_a_star_in_the_middle_of_a_type_is_refused():

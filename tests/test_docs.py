@@ -5,16 +5,39 @@ import dataclasses
 import inspect
 import pkgutil
 import re
+import shlex
 from argparse import _SubParsersAction
+from enum import Enum
 from pathlib import Path
 
 import pytest
-from django.core.management import load_command_class
+from django.core.management import get_commands, load_command_class
 from django.core.management.base import BaseCommand
+from django.dispatch import Signal
 
 import django_eventbus
-from django_eventbus import RetryPolicy, checks, conf
+from django_eventbus import (
+    CircuitBreaker,
+    RetryPolicy,
+    backpressure,
+    breakers,
+    checks,
+    conf,
+    dead_letters,
+    exceptions,
+    gates,
+    lanes,
+    models,
+    queued,
+    registry,
+    retention,
+    schedules,
+    signals,
+    testing,
+)
+from django_eventbus.integrations import django_signals
 from django_eventbus.management import commands
+from tests import test_architecture
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 COMMANDS = [module.name for module in pkgutil.iter_modules(commands.__path__)]
@@ -52,9 +75,12 @@ def test_the_settings_page_has_every_setting_once_with_its_default():
     assert len(names) == len(set(names))
 
 
-def test_the_settings_page_has_every_argument_of_a_retry_policy():
+def test_the_settings_page_has_every_argument_of_the_policies():
     arguments = {name: value for name, value in documented_defaults().items() if name.islower()}
-    assert arguments == dataclasses.asdict(RetryPolicy())
+    policies = (RetryPolicy(), CircuitBreaker())
+    assert arguments == {
+        name: value for policy in policies for name, value in dataclasses.asdict(policy).items()
+    }
 
 
 def test_the_example_on_the_settings_page_passes_the_checks(settings):
@@ -64,8 +90,19 @@ def test_the_example_on_the_settings_page_passes_the_checks(settings):
     assert checks.check_settings() == []
 
 
+def test_the_limits_of_the_guide_pass_the_checks(settings):
+    guide = (REFERENCE.parent / "howto" / "backpressure.md").read_text()
+    example = re.search(r"```python\nEVENTBUS = (.+?)```", guide, flags=re.DOTALL)
+    settings.EVENTBUS = ast.literal_eval(example[1])
+    assert {options["overflow"] for options in settings.EVENTBUS["LIMITS"].values()} == set(
+        backpressure.POLICIES
+    )
+    assert checks.check_settings() == []
+
+
 def test_the_checks_page_has_every_id():
-    used = set(re.findall(r'"([EW]\d{3})"', inspect.getsource(checks)))
+    sources = inspect.getsource(checks) + inspect.getsource(django_signals)
+    used = set(re.findall(r'"(?:django_eventbus\.)?([EW]\d{3})"', sources))
     documented = [name.removeprefix("django_eventbus.") for name, _ in rows(page("checks"))]
     assert sorted(documented) == sorted(used)
 
@@ -116,3 +153,182 @@ def everything_django_has():
 def test_every_public_name_is_in_the_reference():
     text = page("api")
     assert [name for name in django_eventbus.__all__ if name not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (dead_letters, {"list", "retry", "edit", "purge", "groups"}),
+        (queued, {"run_now", "cancel"}),
+        (retention, {"purge", "ended"}),
+        (lanes, {"list", "release", "skip"}),
+        (gates, {"list", "pause", "resume"}),
+        (breakers, {"list", "reset"}),
+        (schedules, {"explain", "next_runs", "every", "run", "enable", "disable"}),
+    ],
+    ids=lambda value: value.__name__.split(".")[-1] if inspect.ismodule(value) else "",
+)
+def test_the_operators_modules_are_in_the_reference(module, names):
+    entry = re.search(rf"^`{module.__name__}`\n: (.+?)\n\n", page("api"), re.DOTALL | re.MULTILINE)
+    assert entry, f"{module.__name__} has no entry"
+    documented = set(re.findall(r"`(\w+)\(", entry[1]))
+    assert documented == names
+    assert all(callable(getattr(module, name)) for name in names)
+
+
+def test_every_helper_for_tests_is_in_the_reference():
+    public = {
+        name
+        for name, value in vars(testing).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == testing.__name__
+    }
+    assert [name for name in sorted(public) if f"`{name}" not in page("api")] == []
+
+
+def test_every_signal_is_in_the_reference_once():
+    declared = [name for name, value in vars(signals).items() if isinstance(value, Signal)]
+    listed = re.findall(r"^\| `(\w+)` \| ", section(page("api"), "Signals"), flags=re.MULTILINE)
+    assert sorted(listed) == sorted(declared)
+
+
+def test_the_reference_names_the_arguments_of_every_signal():
+    """As the comment above each signal says, which is what its receivers rely on."""
+    told = dict(rows(section(page("api"), "Signals")))
+    comments = re.findall(
+        r"((?:^#: .+\n)+)^(\w+) = Signal\(\)", inspect.getsource(signals), flags=re.MULTILINE
+    )
+    assert len(comments) == len(told)
+    for comment, signal in comments:
+        arguments = re.findall(r"(?:^|, |#: )(\w+): ", " ".join(comment.split("\n")))
+        row = told[signal].replace("the same", told["delivery_succeeded"])
+        assert [each for each in arguments if f"`{each}`" not in row] == []
+
+
+def test_every_error_is_in_the_reference():
+    text = section(page("api"), "Errors")
+    raised = {
+        name
+        for name, value in vars(exceptions).items()
+        if inspect.isclass(value) and issubclass(value, exceptions.EventBusError)
+    }
+    public = raised & set(django_eventbus.__all__)
+    assert [name for name in sorted(public) if name not in page("api")] == []
+    assert [name for name in re.findall(r"`(\w+Error)`", text) if name not in raised] == []
+
+
+SIGNATURES = {
+    name: value
+    for name, value in (
+        *((name, getattr(django_eventbus, name)) for name in django_eventbus.__all__),
+        *((name, value) for name, value in vars(testing).items() if callable(value)),
+    )
+    if f"`{name}(" in (REFERENCE / "api.md").read_text()
+    # What they take is told by their own messages, or is passed on: see the test below.
+    and name not in ("Retry", "Discard", "handler", "subscribe")
+}
+
+
+@pytest.mark.parametrize("name", sorted(SIGNATURES))
+def test_signatures_in_the_reference_are_those_of_the_code(name):
+    shown = re.search(rf"`{name}(\(.*?\))`", page("api"))[1]
+    assert arguments(shown) in (arguments(signature_of(SIGNATURES[name])), {"...": None})
+
+
+def test_the_handler_options_in_the_reference_are_those_of_subscribe():
+    shown = arguments(re.search(r"`handler(\(.+?\))`", page("api"))[1])
+    taken = arguments(str(inspect.signature(registry.subscribe)))
+    assert set(shown) - {"*subjects"} == set(taken) - {"subject", "func"}
+    assert {name: shown[name] for name in taken if name in shown} == {
+        name: default for name, default in taken.items() if name in shown
+    }
+
+
+def signature_of(function):
+    """As it would be written: a choice by its value, not by the name of its class."""
+    real = inspect.signature(function)
+    parameters = [
+        each.replace(default=each.default.value) if isinstance(each.default, Enum) else each
+        for each in real.parameters.values()
+    ]
+    return str(real.replace(parameters=parameters))
+
+
+def arguments(signature):
+    """{"name": "its default as written", …} of ``(name, *, other: type = default) -> type``."""
+    if signature == "(...)":
+        return {"...": None}
+    plain = signature.split(" -> ")[0].replace("<model>", "").replace("…", "...")
+    function = ast.parse(f"def f{plain}: ...").body[0].args
+    positional = [*function.posonlyargs, *function.args]
+    defaults = [None] * (len(positional) - len(function.defaults)) + function.defaults
+    pairs = [*zip(positional, defaults, strict=True)]
+    pairs += zip(function.kwonlyargs, function.kw_defaults, strict=True)
+    found = {each.arg: default and ast.unparse(default) for each, default in pairs}
+    starred = ((function.vararg, "*"), (function.kwarg, "**"))
+    return found | {f"{stars}{each.arg}": None for each, stars in starred if each}
+
+
+def test_the_map_of_modules_is_the_order_of_imports():
+    text = (REFERENCE.parent / "explanation" / "architecture.md").read_text()
+    listed = [name for name, _ in rows(section(text, "The map"))]
+    assert tuple(listed) == test_architecture.ORDER + test_architecture.EDGES
+
+
+def test_the_state_diagram_has_every_state():
+    drawn = (REFERENCE.parent / "images" / "life-of-an-event.svg").read_text()
+    shown = set(re.findall(r"<text[^>]*>([A-Z_]+)</text>", drawn))
+    assert shown == {*models.QueuedStatus.values, *models.LogStatus.values}
+
+
+def test_the_readme_names_the_versions_that_are_tested():
+    root = REFERENCE.parent.parent
+    readme = re.search(r"Tested with (.+?)\n\n", (root / "README.md").read_text(), re.DOTALL)[1]
+    lanes_of_tox = re.findall(r"py3(\d+)-django(\d)(\d)-", (root / "tox.ini").read_text())
+    assert lanes_of_tox
+    for python, major, minor in lanes_of_tox:
+        assert f"3.{python}" in readme
+        assert f"{major}.{minor}" in readme
+
+
+EVERY_PAGE = [*(REFERENCE.parent).rglob("*.md"), REFERENCE.parent.parent / "README.md"]
+
+
+def commands_printed():
+    """(page, command) of every ``python manage.py …`` that a reader may type."""
+    for each in sorted(EVERY_PAGE):
+        for block in re.findall(r"```(?:console|text)\n(.+?)```", each.read_text(), re.DOTALL):
+            for line in re.findall(r"python manage\.py (.+)$", block, flags=re.MULTILINE):
+                yield each.name, line
+
+
+@pytest.mark.parametrize(("page_name", "line"), sorted(set(commands_printed())))
+def test_every_command_in_the_docs_can_be_typed(page_name, line):
+    name, *options = shlex.split(line, comments=True)
+    command = load_command_class(get_commands().get(name, "django.core"), name)
+    assert command.create_parser("manage.py", name).parse_args(options)
+
+
+def test_every_setting_in_the_docs_exists():
+    for each in EVERY_PAGE:
+        named = set(re.findall(r'EVENTBUS\["(\w+)"\]', each.read_text()))
+        assert named <= set(conf.names()), each.name
+
+
+@pytest.mark.parametrize("model", [models.QueuedEvent, models.EventLog])
+def test_the_models_page_has_every_column(model):
+    text = page("models")
+    shared = section(text, "Columns of both, QueuedEvent and EventLog")
+    own = section(text, f"{model.__name__} only")
+    cells = re.findall(r"^\| (`.+?`) \| ", shared + own, flags=re.MULTILINE)
+    listed = re.findall(r"`(\w+)`", " ".join(cells))
+    assert sorted(listed) == sorted(field.attname for field in model._meta.concrete_fields)
+
+
+def test_every_link_of_the_readme_leads_somewhere():
+    """Those of the pages are checked by Sphinx."""
+    root = REFERENCE.parent.parent
+    text = (root / "README.md").read_text()
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
+    links += re.findall(r'src(?:set)?="([^"]+)"', text)
+    assert links
+    assert [link for link in links if not (root / link).exists()] == []

@@ -336,6 +336,7 @@ def claimed(**changes):
         "producer": "web-1:42",
         "caused_by": uuid.UUID(int=9),
         "created_epoch": datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp(),
+        "due_epoch": None,
         "started_epoch": datetime(2026, 3, 1, 13, tzinfo=UTC).timestamp(),
         "deliveries_json": None,
         "errors_json": None,
@@ -424,7 +425,7 @@ def test_the_database_clock_goes_on_from_the_moment_of_the_claim():
     event = claimed()
     started = event.processing_started_at
     assert started == datetime(2026, 3, 1, 13, tzinfo=UTC)
-    event.claimed_monotonic = time.monotonic() - 90
+    event.claim = dataclasses.replace(event.claim, answered_at=time.monotonic() - 90)
     passed = event.database_now() - started
     assert timedelta(seconds=90) <= passed < timedelta(seconds=120)
 

@@ -5,6 +5,7 @@ import io
 import pytest
 from django.core.management import call_command
 from django.db import connection
+from django.db.migrations.loader import MigrationLoader
 
 
 @pytest.mark.django_db
@@ -22,7 +23,7 @@ def test_every_index_exists_on_every_database():
     with connection.cursor() as cursor:
         found = {
             name
-            for table in ("queuedevent", "eventlog", "eventlane")
+            for table in ("queuedevent", "eventlog", "eventlane", "eventgate", "eventmark")
             for name in connection.introspection.get_constraints(cursor, f"django_eventbus_{table}")
         }
     assert {
@@ -31,15 +32,39 @@ def test_every_index_exists_on_every_database():
         "eventbus_unrouted",
         "eventbus_lane",
         "eventbus_dedup",
+        "eventbus_counted",
+        "eventbus_mark",
+        "eventbus_mark_expiry",
         "eventbus_lane_key",
         "eventbus_lane_ready",
         "eventbus_log_finished",
         "eventbus_log_dead",
+        "eventbus_log_group",
+        "eventbus_log_caused",
+        "eventbus_caused",
+        "eventbus_gate_name",
     } <= found
 
 
 @pytest.mark.django_db(transaction=True)
-def test_the_migration_can_be_printed_for_review():
+@pytest.mark.parametrize(("number", "table"), [("0001", "queuedevent"), ("0003", "eventgate")])
+def test_a_migration_can_be_printed_for_review(number, table):
+    assert f"django_eventbus_{table}" in sql_of(number)
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.skipif("connection.vendor != 'sqlite'", reason="only SQLite makes tables anew")
+def test_no_later_migration_makes_the_queue_anew():
+    """Its ids would begin again at those of the events that are queued, below those of the log,
+    where an event keeps its id."""
+    loader = MigrationLoader(connection)
+    ours = sorted(name for app, name in loader.disk_migrations if app == "django_eventbus")
+    assert len(ours) > 1
+    for name in ours[1:]:
+        assert 'CREATE TABLE "new__django_eventbus_queuedevent"' not in sql_of(name), name
+
+
+def sql_of(migration):
     output = io.StringIO()
-    call_command("sqlmigrate", "django_eventbus", "0001", stdout=output)
-    assert "django_eventbus_queuedevent" in output.getvalue()
+    call_command("sqlmigrate", "django_eventbus", migration, stdout=output)
+    return output.getvalue()

@@ -12,7 +12,7 @@ from django_eventbus.failures import fingerprint
 from django_eventbus.models import LogStatus
 from django_eventbus.progress import NO_HANDLER, Progress, crashed
 from django_eventbus.registry import registry
-from django_eventbus.store import Completed, Finished, Postponed, Progressed
+from django_eventbus.store import Completed, Finished, Held, Postponed, Progressed
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 NEVER = RetryPolicy(max_retries=0)
@@ -38,6 +38,7 @@ def claimed(states=None, errors=None, **changes):
         "producer": "test",
         "caused_by": None,
         "created_epoch": NOW.timestamp(),
+        "due_epoch": None,
         "started_epoch": NOW.timestamp(),
         "deliveries_json": json.dumps(states) if states else None,
         "errors_json": json.dumps(errors) if errors else None,
@@ -637,3 +638,75 @@ def test_every_combination_of_three_handlers_has_its_verdict(handlers, first, se
         expected = LogStatus.DISCARDED if kinds == {"discarded"} else LogStatus.FAILED
         assert settlement.status == expected
     assert ways[settlement.dead_handler] in ("dead", "discarded")
+
+
+# -- held by a gate
+
+GATE = 1000.0
+
+
+def hold(progress, *names):
+    progress.hold([registry.get(name) for name in names], GATE)
+
+
+def declare(*names, **options):
+    for name in names:
+        handler("x", name=name, **options)(print)
+
+
+def test_an_event_of_which_nothing_ran_is_held_as_it_was():
+    declare("a", "b")
+    progress = Progress(claimed())
+    hold(progress, "a", "b")
+    assert progress.settlement() == Held(7, GATE)
+
+
+def test_an_event_of_which_something_ran_is_postponed_with_that():
+    declare("a", "b")
+    progress = Progress(claimed())
+    hold(progress, "b")
+    progress.succeed("a", 0.1)
+    settlement = progress.settlement()
+    assert isinstance(settlement, Postponed)
+    assert (settlement.delay, set(settlement.deliveries)) == (GATE, {"a"})
+
+
+def test_a_retry_of_another_handler_comes_before_the_gate_opens():
+    declare("a", "b")
+    progress = Progress(claimed({"a": waits(seconds=60)}))
+    hold(progress, "b")
+    settlement = progress.settlement()
+    assert isinstance(settlement, Held)
+    assert settlement.delay == pytest.approx(60, abs=1)
+
+
+def test_the_own_retry_of_a_held_handler_does_not():
+    declare("a")
+    progress = Progress(claimed({"a": waits(seconds=-5)}))
+    hold(progress, "a")
+    assert progress.settlement() == Held(7, GATE)
+
+
+def test_a_gate_before_the_event_itself_holds_everybody():
+    declare("a")
+    progress = Progress(claimed({"b": waits(seconds=-5)}))
+    progress.hold_all(GATE)
+    assert progress.unanswered() == []
+    assert progress.settlement() == Held(7, GATE)
+
+
+def test_a_dead_handler_does_not_end_an_event_that_is_still_owed_to_a_held_one():
+    declare("a", "b")
+    progress = Progress(claimed())
+    hold(progress, "b")
+    progress.fail("a", BOOM, NEVER, 0.1)
+    assert isinstance(progress.settlement(), Postponed)
+
+
+def test_atomic_handlers_of_one_event_are_held_together(settings):
+    settings.EVENTBUS = {"ATOMIC": "event"}
+    declare("a", "b")
+    progress = Progress(claimed())
+    hold(progress, "b")
+    assert progress.atomic == []
+    assert progress.settlement() == Held(7, GATE)

@@ -15,6 +15,7 @@ import pytest
 from asgiref.sync import async_to_sync
 from django.db import connection, connections, transaction
 from django.db.backends.sqlite3.base import DatabaseWrapper
+from django.db.models import F
 from django.db.models.functions import Now
 from django.http import HttpResponse
 from django.test import Client
@@ -22,6 +23,7 @@ from django.test.utils import CaptureQueriesContext
 from django.urls import path
 
 from django_eventbus import (
+    DuplicateEventError,
     Event,
     EventBusError,
     EventBusShutdownError,
@@ -35,9 +37,10 @@ from django_eventbus import (
     shutdown,
 )
 from django_eventbus.exceptions import ForeignTransactionError
-from django_eventbus.models import EventLog, QueuedEvent
+from django_eventbus.models import EventLog, EventMark, QueuedEvent
 from django_eventbus.publishing import reopen
 from django_eventbus.signals import event_published
+from django_eventbus.store.marks import PUBLISHED
 from tests.bus import drain
 from tests.shop.models import Effect
 
@@ -361,6 +364,20 @@ def test_many_events_of_both_kinds_may_come_from_a_generator():
     assert len(set(QueuedEvent.objects.values_list("event_id", flat=True))) == 3
 
 
+def test_each_of_many_events_can_have_a_key_of_its_own():
+    class Moved(Event, type="publishing.moved"):
+        order: int
+
+    def key_of(item):
+        return f"order:{item.order}" if isinstance(item, Event) else None
+
+    publish_many([Moved(order=1), Moved(order=2), ("order.placed", {})], key=key_of)
+    stored = QueuedEvent.objects.order_by("id").values_list("key", flat=True)
+    assert list(stored) == ["order:1", "order:2", None]
+    with pytest.raises(InvalidPayloadError, match="the key must be a non-empty string"):
+        publish_many([("order.placed", {})], key=lambda item: "")
+
+
 def test_many_events_without_options_are_like_single_ones_without_options():
     publish("order.placed", {})
     publish_many([("order.placed", {})])
@@ -483,11 +500,13 @@ def deep():
 NAIVE = datetime(2040, 1, 1)
 REFUSALS = {
     "payload nan": (InvalidPayloadError, {"payload": {"a": float("nan")}}),
+    "payload infinite": (InvalidPayloadError, {"payload": [1e400]}),
     "payload nul": (InvalidPayloadError, {"payload": {"a": ["\x00"]}}),
     "payload surrogate": (InvalidPayloadError, {"payload": "\ud800"}),
     "payload bytes": (InvalidPayloadError, {"payload": b"x"}),
     "payload depth": (InvalidPayloadError, {"payload": deep()}),
     "payload size": (InvalidPayloadError, {"payload": "x" * 300_000}),
+    "payload of 10 MB": (InvalidPayloadError, {"payload": {"a": "x" * 10_000_000}}),
     "payload keys": (InvalidPayloadError, {"payload": {7: 1}}),
     "type empty": (InvalidPayloadError, {"event": ""}),
     "type long": (InvalidPayloadError, {"event": "x" * 201}),
@@ -501,6 +520,21 @@ REFUSALS = {
     "key nul": (InvalidPayloadError, {"key": "a\x00"}),
     "dedup key empty": (InvalidPayloadError, {"dedup_key": ""}),
     "dedup key long": (InvalidPayloadError, {"dedup_key": "x" * 201}),
+    "dedup for number": (InvalidPayloadError, {"dedup_key": "k", "dedup_for": 60}),
+    "dedup for nothing": (InvalidPayloadError, {"dedup_key": "k", "dedup_for": timedelta(0)}),
+    "dedup for negative": (
+        InvalidPayloadError,
+        {"dedup_key": "k", "dedup_for": timedelta(hours=-1)},
+    ),
+    "dedup for ever": (InvalidPayloadError, {"dedup_key": "k", "dedup_for": timedelta.max}),
+    "dedup for no key": (InvalidPayloadError, {"dedup_for": timedelta(hours=1)}),
+    "dedup for an id": (
+        InvalidPayloadError,
+        {"dedup_for": timedelta(hours=1), "event_id": uuid.uuid4()},
+    ),
+    "on duplicate unknown": (InvalidPayloadError, {"dedup_key": "k", "on_duplicate": "rais"}),
+    "on duplicate of nothing": (InvalidPayloadError, {"on_duplicate": "raise"}),
+    "on duplicate none": (InvalidPayloadError, {"dedup_key": "k", "on_duplicate": None}),
     "queue unknown": (UnknownQueueError, {"queue": "defualt"}),
     "queue number": (UnknownQueueError, {"queue": 7}),
     "queue empty": (UnknownQueueError, {"queue": ""}),
@@ -688,6 +722,95 @@ def test_a_dedup_key_holds_in_its_own_namespace(settings):
     assert QueuedEvent.objects.count() == 2
 
 
+HOUR = timedelta(hours=1)
+
+
+def test_a_window_holds_when_its_event_has_ended(handled):
+    first = publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
+    drain()
+    again = publish("order.placed", 2, dedup_key="order:7", dedup_for=HOUR)
+    drain()
+    assert handled == [1]
+    assert (again.pk, again.event_id) == (None, first.event_id)
+    publish("order.placed", 3, dedup_key="order:8", dedup_for=HOUR)
+    drain()
+    assert handled == [1, 3]
+
+
+def test_a_window_is_counted_from_the_publishing_by_the_databases_clock():
+    publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
+    mark = EventMark.objects.annotate(left=F("expires_at") - Now()).get(scope=PUBLISHED)
+    assert timedelta(minutes=59) < mark.left <= HOUR
+
+
+def test_a_window_that_is_over_is_free(handled):
+    publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
+    drain()
+    EventMark.objects.update(expires_at=datetime(2020, 1, 1, tzinfo=UTC))
+    second = publish("order.placed", 2, dedup_key="order:7", dedup_for=HOUR)
+    drain()
+    assert handled == [1, 2]
+    assert EventMark.objects.get(scope=PUBLISHED).event_id == second.event_id
+
+
+def test_a_queued_event_holds_its_key_longer_than_its_window():
+    first = publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
+    past = datetime(2020, 1, 1, tzinfo=UTC)
+    EventMark.objects.update(expires_at=past)
+    again = publish("order.placed", 2, dedup_key="order:7", dedup_for=HOUR)
+    assert again.pk == first.pk
+    # A duplicate begins no window of its own.
+    assert EventMark.objects.get(scope=PUBLISHED).expires_at == past
+
+
+def test_publishing_the_same_event_again_in_its_window_adds_nothing(handled):
+    """F21: the answer to a COMMIT was lost, and the event has been handled in the meantime."""
+    once = {"dedup_key": "order:7", "dedup_for": HOUR, "event_id": uuid.uuid4()}
+    publish("order.placed", 1, **once)
+    assert publish("order.placed", 1, **once).event_id == once["event_id"]
+    drain()
+    assert publish("order.placed", 1, **once).event_id == once["event_id"]
+    drain()
+    assert handled == [1]
+
+
+def test_a_window_rolled_back_was_never_there(handled):
+    with rolled_back():
+        publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
+    publish("order.placed", 2, dedup_key="order:7", dedup_for=HOUR)
+    drain()
+    assert handled == [2]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("window", [{}, {"dedup_for": HOUR}])
+def test_a_duplicate_may_be_told_and_the_transaction_stays_usable(handled, window, ended):
+    publish("order.placed", 1, dedup_key="order:7", **window)
+    if ended:
+        drain()
+        if not window:
+            return
+    with transaction.atomic():
+        with pytest.raises(DuplicateEventError, match="'order:7' is known"):
+            publish("order.placed", 2, dedup_key="order:7", on_duplicate="raise", **window)
+        publish("order.noticed", 3)
+    drain()
+    assert handled == [1, 3]
+
+
+def test_a_known_event_id_may_be_told():
+    first = publish("order.placed", 1, event_id=uuid.uuid4())
+    with pytest.raises(DuplicateEventError, match=str(first.event_id)):
+        publish("order.placed", 1, event_id=first.event_id, on_duplicate="raise")
+
+
+def test_windows_that_are_over_are_cleared_away_by_a_worker(handled):
+    publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
+    EventMark.objects.update(expires_at=datetime(2020, 1, 1, tzinfo=UTC))
+    drain()
+    assert not EventMark.objects.exists()
+
+
 def test_events_without_a_dedup_key_are_all_different():
     for _ in range(3):
         publish("order.placed", {})
@@ -731,6 +854,53 @@ def test_two_threads_with_one_dedup_key_leave_one_event(in_transaction):
         first, second = in_threads(partial(publish_once, key), partial(publish_once, key))
         assert first.event_id == second.event_id
         assert QueuedEvent.objects.filter(dedup_key=key).count() == 1
+
+
+@with_real_transactions
+@pytest.mark.parametrize(
+    "identity",
+    [
+        {"dedup_key": "k"},
+        {"dedup_key": "k", "dedup_for": timedelta(hours=1)},
+        {"event_id": uuid.UUID(int=7)},
+    ],
+    ids=["dedup key", "window", "event id"],
+)
+def test_two_threads_with_an_identity_that_was_used_before_do_not_deadlock(identity):
+    """Of what is deleted InnoDB keeps a trace in its indexes for a while, and locks that."""
+
+    def publish_once():
+        with transaction.atomic():
+            return publish("order.placed", {}, **identity)
+
+    for _ in range(20):
+        first, second = in_threads(publish_once, publish_once)
+        assert first.event_id == second.event_id
+        assert QueuedEvent.objects.count() == 1
+        QueuedEvent.objects.all().delete()
+        EventMark.objects.filter(scope=PUBLISHED).delete()
+
+
+@with_real_transactions
+@pytest.mark.skipif("connection.vendor == 'sqlite'", reason="SQLite has one writer")
+def test_duplicates_of_what_is_queued_do_not_wait_for_each_other():
+    publish("order.placed", {}, dedup_key="k")
+    published, may_end = threading.Event(), threading.Event()
+
+    def publish_and_stay():
+        with transaction.atomic():
+            publish("order.placed", {}, dedup_key="k")
+            published.set()
+            assert may_end.wait(30)
+
+    def publish_beside():
+        assert published.wait(30)
+        with transaction.atomic():
+            publish("order.placed", {}, dedup_key="k")
+            may_end.set()
+
+    in_threads(publish_and_stay, publish_beside)
+    assert QueuedEvent.objects.count() == 1
 
 
 @with_real_transactions

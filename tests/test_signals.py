@@ -184,6 +184,7 @@ def test_what_happens_to_a_delivery_is_signalled_with_all_its_facts(heard):
     assert failed["attempt"] == 1
     assert failed["retry_in"] == 7
     assert failed["error"]["message"] == "later"
+    assert isinstance(failed["exception"], Retry)
     assert failed["seconds"] >= 0
     assert succeeded["attempt"] == 2
     assert succeeded["handler"] == "stock"

@@ -3,9 +3,9 @@
 import pytest
 from django.db import OperationalError
 
-from django_eventbus import handler, publish, publish_many
+from django_eventbus import handler, publish, publish_many, worker
 from django_eventbus.deadlines import Board
-from django_eventbus.models import EventLog, EventWorker, QueuedEvent
+from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
 from django_eventbus.store import store_for
 from django_eventbus.worker import News, Worker, WorkerLoop, WorkerOptions
 from tests.bus import drain
@@ -84,6 +84,80 @@ def test_a_batch_that_was_not_full_says_nothing_about_a_larger_one(make_loop):
     assert loop._batch == before
 
 
+@pytest.fixture
+def fast_loop(make_loop, transactional_db):
+    """A loop whose batches go fast, with more events than a batch waiting."""
+    if not store_for().may_claim_ahead():
+        pytest.skip("this database has one writer")
+    loop = make_loop(batch_size=10)
+    loop._batch_seconds = 0.0
+    publish_many(("x", n) for n in range(30))
+    yield loop
+    if not loop.worker.stopping():
+        loop._stop_claiming()
+
+
+def test_the_next_batch_is_claimed_while_one_is_delivered(fast_loop):
+    handler("x", name="h")(lambda event: None)
+    fast_loop.deliver(fast_loop.claim())
+    ahead = fast_loop.next_batch()
+    assert [event.payload_json for event in ahead] == [f"{n}" for n in range(10, 20)]
+
+
+def test_what_was_claimed_ahead_returns_uncharged_when_the_worker_stops(fast_loop):
+    handler("x", name="h")(lambda event: fast_loop.worker.stop())
+    fast_loop.run()
+    assert EventLog.objects.count() == 1
+    left = set(QueuedEvent.objects.values_list("status", "attempts", "crashes"))
+    assert left == {("PENDING", 0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "size"), [(1.0, 100), (0.01, 5)], ids=["it is slow", "it is not full"]
+)
+def test_nothing_is_held_ahead_of_a_batch_if(make_loop, transactional_db, seconds, size):
+    publish("x", {})
+    loop = make_loop(batch_size=100)
+    loop._batch, loop._batch_seconds = 100, seconds
+    loop.claim_ahead(size)
+    assert loop._next is None
+
+
+def test_a_claim_ahead_that_fails_is_made_again(fast_loop, monkeypatch):
+    handler("x", name="h")(lambda event: None)
+    claim, answers = type(fast_loop.store).claim, [None, OperationalError("connection lost")]
+
+    def claim_and_lose_the_second_answer(self, *args, **kwargs):
+        claimed = claim(self, *args, **kwargs)
+        if answers and (error := answers.pop(0)):
+            raise error
+        return claimed
+
+    monkeypatch.setattr(type(fast_loop.store), "claim", claim_and_lose_the_second_answer)
+    fast_loop.deliver(fast_loop.claim())
+    with pytest.raises(OperationalError):
+        fast_loop.next_batch()
+    again = fast_loop.next_batch()
+    assert {event.attempts for event in again} == {1}
+
+
+def test_who_rings_without_end_does_not_make_a_worker_look_without_end(make_loop, monkeypatch):
+    """S16: any role of the database may NOTIFY any channel."""
+    pauses = []
+    monkeypatch.setattr(worker.time, "sleep", pauses.append)
+    loop = make_loop()
+    for _ in range(worker.FALSE_ALARMS + 10):
+        loop.news.tell()
+        loop.wait()
+    assert pauses == [worker.FALSE_ALARM_PAUSE] * 10
+    handler("x", name="h")(lambda event: None)
+    publish("x", {})
+    loop.deliver(loop.claim())
+    loop.news.tell()
+    loop.wait()
+    assert len(pauses) == 10, "an alarm that was true is forgiven"
+
+
 def test_news_from_before_a_look_are_not_heard_after_it():
     news = News()
     news.tell()
@@ -95,12 +169,13 @@ def test_news_from_before_a_look_are_not_heard_after_it():
 
 def test_the_board_shows_what_runs_and_what_was_done():
     board = Board.local(2)
-    board.write(1, 7, 12.5, b"shop.ship")
+    write, clear = board.slot(1)
+    write(7, 12.5, b"shop.ship")
     board.count(handled=3, failed=1, dead=0)
     board.count(handled=1, failed=0, dead=1)
     assert board.running() == [(7, 12.5, "shop.ship")]
     assert board.counted() == (4, 1, 1)
-    board.clear(1)
+    clear(0)
     assert board.running() == []
 
 
@@ -113,3 +188,35 @@ def test_an_event_that_waits_for_its_retry_is_not_counted_as_handled():
     publish_many(("x", n) for n in range(3))
     tally = drain()
     assert (tally.handled, tally.failed, tally.dead) == (2, 1, 0)
+
+
+def test_a_claim_that_nobody_here_knows_of_is_given_back(make_loop, worker_id):
+    """A standby took over that missed our settlements: its rows are claimed by us, for ever."""
+    publish_many(("x", n) for n in range(2))
+    publish("x", {}, key="k")
+    lost = store_for().claim("default", limit=3, worker_id=worker_id)
+    publish("x", {})
+    loop = make_loop()
+    known = loop.claim()
+    loop.upkeep()
+    rows = dict(QueuedEvent.objects.values_list("id", "status"))
+    assert {rows[event.row_id] for event in lost} == {"PENDING"}
+    assert {rows[event.row_id] for event in known} == {"PROCESSING"}
+    assert set(QueuedEvent.objects.filter(status="PENDING").values_list("attempts", "crashes")) == {
+        (0, 0)
+    }
+    assert not EventLane.objects.exclude(claim_token=None).exists()
+
+
+def test_forgotten_claims_are_sought_only_after_a_new_connection(make_loop, monkeypatch, settings):
+    """It is a look at the whole queue."""
+    settings.EVENTBUS = {"ABANDON_AFTER": 0.001}
+    monkeypatch.setattr(worker, "RECOVER_EVERY", 0.0)
+    loop, looks = make_loop(), []
+    loop.store.claims_of = lambda worker_id: looks.append(worker_id) or set()
+    loop.upkeep()
+    loop.upkeep()
+    assert len(looks) == 1
+    loop._session = object()
+    loop.upkeep()
+    assert len(looks) == 2

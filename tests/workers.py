@@ -1,24 +1,24 @@
 """Real worker processes on the test database."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import pytest
-from django.db import connection
+from django.db import Error, connection
 
 from django_eventbus.models import EventWorker
 
-PATIENCE = 30
+PATIENCE = 60
 
 
-def eventually(condition, message="it never happened"):
+def eventually(condition, message="it never happened", *, patience=PATIENCE):
     """Wait for something that another process does; give up after a while."""
-    give_up_at = time.monotonic() + PATIENCE
+    give_up_at = time.monotonic() + patience
     while time.monotonic() < give_up_at:
         if found := condition():
             return found
@@ -68,7 +68,7 @@ class WorkerProcess:
         return self.process.wait(timeout=PATIENCE)
 
     def end(self):
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
@@ -86,4 +86,29 @@ def start_worker(transactional_db, tmp_path):
     yield start
     for worker in started:
         worker.end()
+    if started:
+        eventually(no_other_session, "sessions of killed workers went on")
     connection.close()
+
+
+def no_other_session():
+    """A server finishes what a killed process had asked for; not in the next test, please."""
+    with suppress(Error), connection.cursor() as cursor:  # a server that is down has no sessions
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE pid <> pg_backend_pid() AND datname = current_database() "
+                "AND backend_type = 'client backend'"
+            )
+            return not cursor.fetchall()
+        if connection.vendor == "mysql":
+            cursor.execute(
+                "SELECT id FROM information_schema.processlist "
+                "WHERE db = database() AND id <> connection_id()"
+            )
+            others = cursor.fetchall()
+            for other in others:
+                with suppress(Error):  # it ended by itself
+                    cursor.execute("KILL %s", other)
+            return not others
+    return True

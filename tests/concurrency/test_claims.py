@@ -25,6 +25,7 @@ def claim_everything(claimed, failures, barrier):
         store.register(registration)
         barrier.wait()
         while events := store.claim("default", limit=7, worker_id=registration.pk):
+            assert len(events) <= 7  # F27
             claimed.extend(event.row_id for event in events)
     except BaseException as error:
         failures.append(error)

@@ -194,9 +194,7 @@ def test_a_zombie_outside_of_transactions_settles_nothing(start_worker, files):
     settled_by = EventLog.objects.get().claimed_by
     zombie.signal_all(signal.SIGCONT)
     # At-least-once: the zombie's handler may finish its own work, but not the event's.
-    eventually(
-        lambda: Effect.objects.count() == 2 or "taken for dead" in zombie.log, lambda: zombie.log
-    )
+    eventually(lambda: Effect.objects.count() == 2 or "is ended" in zombie.log, lambda: zombie.log)
     zombie.signal(signal.SIGTERM)
     zombie.wait()
     assert EventLog.objects.get().claimed_by == settled_by

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from django.db import connection
 
-from django_eventbus import handler, publish
+from django_eventbus import CircuitBreaker, handler, once_per, publish
 from tests.shop.models import Effect
 
 
@@ -18,6 +18,12 @@ def effect(event, note=""):
 
 @handler("process.effect", name="effect")
 def write(event):
+    effect(event, str(event.payload))
+
+
+@handler("process.once", name="once")
+@once_per("payload")
+def write_once(event):
     effect(event, str(event.payload))
 
 
@@ -90,3 +96,45 @@ def ignore_the_deadline(event):
 def sleep_in_the_database(event):
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_sleep(60)")
+
+
+@handler("process.limited", name="limited", atomic=False, max_running=2)
+def count_who_runs(event):
+    """Write down how many run, itself included. The first one waits for a second."""
+    directory = Path(event.payload)
+    mine, met = directory / str(event.id), directory.with_name("met")
+    mine.touch()
+    together = len(list(directory.iterdir()))
+    effect(event, str(together))
+    if together > 1:
+        met.touch()
+    give_up_at = time.monotonic() + 20
+    while not met.exists() and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    mine.unlink()
+
+
+@handler("process.alone", name="alone", atomic=False, max_running=1, timeout=100)
+def run_alone(event):
+    Path(event.payload["started"]).touch()
+    while not Path(event.payload["go_on"]).exists():
+        time.sleep(0.01)
+    effect(event)
+
+
+@handler(
+    "process.down",
+    name="down",
+    atomic=False,
+    breaker=CircuitBreaker(min_calls=1000, open_for=3600),
+    retry={"max_retries": 1000, "base_delay": 0},
+)
+def call_what_is_down(event):
+    effect(event)
+    if not Path(event.payload).exists():
+        raise ConnectionError("no route")
+
+
+@handler("process.rated", name="rated", atomic=False, rate="20/s")
+def run_at_a_rate(event):
+    effect(event, repr(time.time()))

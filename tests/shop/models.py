@@ -1,4 +1,8 @@
+import uuid
+
 from django.db import models
+
+from django_eventbus.integrations.django_querysets import BridgedQuerySet
 
 
 class Effect(models.Model):
@@ -10,3 +14,47 @@ class Effect(models.Model):
 
     def __str__(self):
         return f"{self.handler} {self.event_id}"
+
+
+class Customer(models.Model):
+    name = models.CharField(max_length=100)
+
+    def __str__(self):
+        return self.name
+
+
+class Order(models.Model):
+    """What bridges are tried on."""
+
+    status = models.CharField(max_length=20, default="new")
+    total = models.DecimalField(max_digits=8, decimal_places=2, default=0)
+    customer = models.ForeignKey(Customer, on_delete=models.CASCADE, null=True)
+    note = models.TextField(default="")
+    details = models.JSONField(default=dict)
+    placed_at = models.DateTimeField(null=True)
+    took = models.DurationField(null=True)
+    receipt = models.FileField(blank=True)
+
+    objects = BridgedQuerySet.as_manager()
+
+    def __str__(self):
+        return f"order {self.pk}"
+
+
+class OrderProxy(Order):
+    class Meta:
+        proxy = True
+
+
+class ExpressOrder(Order):
+    courier = models.CharField(max_length=20)
+
+
+class Parcel(models.Model):
+    """Its key is made by a default, its manager is Django's own."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4)
+    weight = models.IntegerField(default=0)
+
+    def __str__(self):
+        return f"parcel {self.pk}"

@@ -1,8 +1,10 @@
 """insert: one row, in the caller's transaction."""
 
 import uuid
+from datetime import UTC, datetime
 
 import pytest
+from django.db.models import F
 
 from django_eventbus.models import EventLog, QueuedEvent
 from django_eventbus.publishing import publish, publish_many
@@ -36,9 +38,12 @@ def test_many_events_share_what_they_have_in_common(store):
     ]
 
 
-def test_many_delayed_events_are_delayed(store):
-    publish_many([("a", 1), ("a", 2)], delay=60)
-    assert QueuedEvent.objects.filter(available_at__isnull=False).count() == 2
+@pytest.mark.parametrize("how", [{"delay": 60}, {"at": datetime(2040, 1, 1, tzinfo=UTC)}])
+def test_a_delayed_event_is_due_when_it_is_available(store, how):
+    publish_many([("a", 1), ("a", 2)], **how)
+    publish("a", 3, **how)
+    publish("a", 4, dedup_key="k", **how)
+    assert QueuedEvent.objects.filter(due_at=F("available_at")).count() == 4
 
 
 def test_an_event_that_already_ended_is_not_inserted_again(store, worker_id):

@@ -153,3 +153,28 @@ def test_a_lane_whose_registration_is_gone_is_found_without_any_row_of_it(store)
     EventWorker.objects.all().delete()
     store.recover_orphans()
     assert EventLane.objects.get().claim_token is None
+
+
+def test_who_was_there_when_three_workers_died_is_charged_for_the_first_alone(clock):
+    """Suspects are named before they run; one that was not had no part in it."""
+    store = store_for(clock=clock)
+    publish_many(("order.placed", n) for n in range(3))
+    for _ in range(3):
+        worker = register(store)
+        assert len(claim(store, worker)) == 3
+        clock.tick(61)
+        assert store.recover() == 3
+    assert set(QueuedEvent.objects.values_list("attempts", "crashes")) == {(1, 1)}
+
+
+def test_newcomers_are_blamed_before_suspects_that_waited_for_their_turn(clock):
+    store = store_for(clock=clock)
+    publish("order.placed", "suspect")
+    claim(store, register(store))
+    clock.tick(61)
+    store.recover()
+    publish("order.placed", "newcomer")
+    claim(store, register(store))
+    clock.tick(61)
+    store.recover()
+    assert list(QueuedEvent.objects.order_by("id").values_list("crashes", flat=True)) == [1, 1]

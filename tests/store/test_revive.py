@@ -1,5 +1,7 @@
 """revive and purge: what becomes of the log."""
 
+from datetime import timedelta
+
 import pytest
 from django.db.models import F
 
@@ -66,6 +68,19 @@ def test_a_revived_event_can_be_delayed(store, worker_id):
     publish("order.placed", {})
     store.revive(bury(store, worker_id), delay=60)
     assert QueuedEvent.objects.get().available_at is not None
+
+
+@pytest.mark.parametrize("how", [{}, {"delay": 60.0}, {"every": 30.0}])
+def test_a_revived_event_has_waited_for_nobody_yet(store, worker_id, how):
+    """Its days among the dead letters are nobody's lag."""
+    publish_many([("order.placed", 1), ("order.placed", 2)])
+    ids = bury(store, worker_id)
+    EventLog.objects.update(created_at=F("created_at") - timedelta(days=5))
+    before = store.read_clock() - timedelta(milliseconds=1)  # SQLite counts in these
+    assert store.revive(ids, **how) == 2
+    for event in QueuedEvent.objects.all():
+        assert event.due_at >= before
+        assert event.available_at in (None, event.due_at)
 
 
 def test_purge_takes_the_oldest_first_and_no_more_than_its_limit(store, worker_id):

@@ -130,7 +130,7 @@ def test_what_is_still_held_is_known(store, worker_id):
     token, ids = claimed[0].claim.token, [event.row_id for event in claimed]
     store.settle(token, [Completed(ids[0])])
     store.release(token, [ids[1]])
-    assert store.still_held(token, ids) == {ids[2]}
+    assert store.still_held(token, ids) == {ids[2]: None}
 
 
 def test_a_released_event_is_not_charged(store, worker_id):

@@ -1,0 +1,46 @@
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.test import Client
+from django.urls import reverse
+
+from django_eventbus import admin  # noqa: F401 - as the admin's own discovery does
+
+VIEW = ("view_deadevent", "view_eventlog", "view_queuedevent")
+
+#: Who there is, and what they may do.
+ROLES = {
+    "stranger": (),
+    "viewer": VIEW,
+    "retrier": (*VIEW, "retry_deadevent"),
+    "editor": (*VIEW, "edit_deadevent", "view_payload_eventlog"),
+    "purger": (*VIEW, "purge_deadevent"),
+    "chief": None,
+}
+
+
+@pytest.fixture
+def client_of(db):
+    """A logged-in client for the name of a role."""
+
+    def log_in(role, **options):
+        user = User(username=role, is_staff=True, is_superuser=ROLES[role] is None)
+        user.set_unusable_password()
+        user.save()
+        permissions = Permission.objects.filter(codename__in=ROLES[role] or ())
+        assert len(permissions) == len(ROLES[role] or ())
+        user.user_permissions.set(permissions)
+        client = Client(**options)
+        client.force_login(user)
+        return client
+
+    return log_in
+
+
+@pytest.fixture
+def chief(client_of):
+    return client_of("chief")
+
+
+def url(name, *args, query=""):
+    """``deadevent_changelist`` and the like."""
+    return reverse(f"admin:django_eventbus_{name}", args=args) + query

@@ -1,0 +1,233 @@
+"""Who may do what, tried by forged requests: what a page offers is no evidence.
+
+S02 to S06 of the requirements the bus was built to.
+"""
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.admin.sites import site
+from django.contrib.auth.models import User
+from django.test import Client
+
+from django_eventbus import publish, queued
+from django_eventbus.admin.dead import DeadEventAdminMixin
+from django_eventbus.models import DeadEvent, EventLog, QueuedEvent
+from tests.admin.conftest import ROLES, url
+from tests.test_dead_letters import dead_letter
+
+pytestmark = pytest.mark.django_db
+
+EVERYBODY = set(ROLES) - {"stranger"}
+CHANGED = [
+    ("deadevent_changelist", {"action": "delete_selected"}, set()),
+    ("deadevent_changelist", {"action": "retry"}, {"retrier", "chief"}),
+    ("deadevent_changelist", {"action": "retry_later"}, {"retrier", "chief"}),
+    ("deadevent_changelist", {"action": "purge"}, {"purger", "chief"}),
+    ("deadevent_changelist", {"action": "edit"}, {"editor", "chief"}),
+    ("deadevent_add", {}, set()),
+    ("deadevent_change", {"type": "forged"}, set()),
+    ("deadevent_delete", {"post": "yes"}, set()),
+    ("deadevent_retry", {}, {"retrier", "chief"}),
+    ("deadevent_retry", {"handler": "shop.ship"}, {"retrier", "chief"}),
+    ("deadevent_edit", {"payload": "8"}, {"editor", "chief"}),
+    ("deadevent_bulk:retry", {"run": "?"}, {"retrier", "chief"}),
+    ("deadevent_bulk:retry_later", {"run": "?", "per_minute": "1"}, {"retrier", "chief"}),
+    ("deadevent_bulk:purge", {"run": "?"}, {"purger", "chief"}),
+    ("eventlog_add", {}, set()),
+    ("eventlog_change", {"type": "forged"}, set()),
+    ("eventlog_delete", {"post": "yes"}, set()),
+    ("queuedevent_changelist", {"action": "run"}, {"retrier", "chief"}),
+    ("queuedevent_changelist", {"action": "cancel"}, {"purger", "chief"}),
+    ("queuedevent_add", {}, set()),
+    ("queuedevent_change", {"type": "forged"}, set()),
+    ("queuedevent_delete", {"post": "yes"}, set()),
+    ("queuedevent_run", {}, {"retrier", "chief"}),
+    ("queuedevent_bulk:run", {"run": "?"}, {"retrier", "chief"}),
+    ("queuedevent_bulk:cancel", {"run": "?"}, {"purger", "chief"}),
+]
+SEEN = [
+    ("deadevent_changelist", EVERYBODY),
+    ("deadevent_change", EVERYBODY),
+    ("deadevent_history", EVERYBODY),
+    ("deadevent_groups", EVERYBODY),
+    ("deadevent_edit", {"editor", "chief"}),
+    ("deadevent_bulk:retry", {"retrier", "chief"}),
+    ("deadevent_bulk:retry_later", {"retrier", "chief"}),
+    ("deadevent_bulk:purge", {"purger", "chief"}),
+    ("eventlog_changelist", EVERYBODY),
+    ("eventlog_change", EVERYBODY),
+    ("eventlog_history", EVERYBODY),
+    ("queuedevent_changelist", EVERYBODY),
+    ("queuedevent_change", EVERYBODY),
+    ("queuedevent_history", EVERYBODY),
+    ("queuedevent_bulk:run", {"retrier", "chief"}),
+    ("queuedevent_bulk:cancel", {"purger", "chief"}),
+]
+
+
+@pytest.fixture
+def rows():
+    """A dead letter and a queued event by the names of their models."""
+    letter = dead_letter(payload=7)
+    waiting = publish("waiting", 7, delay=3600)
+    return {"deadevent": letter, "eventlog": letter, "queuedevent": waiting}
+
+
+def address(name, rows):
+    name, _, act = name.partition(":")
+    model, view = name.split("_")
+    if act:
+        return url(name, act)
+    return url(name) if view in ("changelist", "add", "groups") else url(name, rows[model].pk)
+
+
+def everything():
+    """All there is to change, as it is."""
+    models = (QueuedEvent, EventLog, LogEntry)
+    return [list(model.objects.order_by("pk").values()) for model in models]
+
+
+def test_every_address_is_tried():
+    tried = {name.partition(":")[0] for name, *_ in [*CHANGED, *SEEN]}
+    for model in (DeadEvent, EventLog, QueuedEvent):
+        ours = {each.name for each in site._registry[model].get_urls() if each.name}
+        assert {name.removeprefix("django_eventbus_") for name in ours} <= tried
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(("name", "data", "allowed"), CHANGED)
+def test_a_forged_request_changes_nothing_without_permission(
+    client_of, rows, role, name, data, allowed
+):
+    client = client_of(role)
+    place = address(name, rows)
+    model = name.split("_")[0]
+    if "action" in data:
+        data = {**data, "_selected_action": [rows[model].pk]}
+    if "payload" in data and role in allowed:
+        data = {**data, "before": client.get(place).context["form"].initial["before"]}
+    if "run" in data and role in allowed:
+        data = {**data, "run": client.get(place).context["token"]}
+    before = everything()
+    response = client.post(place, data)
+    if role in allowed:
+        assert response.status_code in (200, 302)
+        if "action" not in data:
+            assert everything() != before
+            assert LogEntry.objects.count() == 1
+    else:
+        # Django's own delete_selected is not among the actions: the list is simply shown again.
+        ignored = data.get("action") == "delete_selected" and role != "stranger"
+        assert response.status_code in ((200, 302) if ignored else (403,))
+        assert everything() == before
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(("name", "allowed"), SEEN)
+def test_a_page_is_shown_to_those_who_may_see_it(client_of, rows, role, name, allowed):
+    before = everything()
+    response = client_of(role).get(address(name, rows))
+    assert response.status_code == (200 if role in allowed else 403)
+    assert everything() == before
+
+
+@pytest.mark.parametrize("method", ["get", "head"])
+@pytest.mark.parametrize(("name", "data", "_allowed"), CHANGED)
+def test_nothing_changes_without_a_post(client_of, rows, method, name, data, _allowed):
+    """S04."""
+    client = client_of("chief")
+    before = everything()
+    getattr(client, method)(address(name, rows), data)
+    assert everything() == before
+
+
+@pytest.mark.parametrize(("name", "data", "_allowed"), CHANGED)
+def test_nothing_changes_without_a_csrf_token(client_of, rows, name, data, _allowed):
+    client = client_of("chief", enforce_csrf_checks=True)
+    before = everything()
+    assert client.post(address(name, rows), data).status_code == 403
+    assert everything() == before
+
+
+@pytest.mark.parametrize(("name", "data", "_allowed"), CHANGED)
+def test_outsiders_are_asked_to_log_in(rows, name, data, _allowed):
+    customer = User.objects.create_user("customer", password="x")
+    client = Client()
+    for log_in in (lambda: None, lambda: client.force_login(customer)):
+        log_in()
+        before = everything()
+        assert "/login/" in client.post(address(name, rows), data).url
+        assert everything() == before
+
+
+def test_payloads_are_shown_only_to_those_who_may_see_them(client_of):
+    letter = dead_letter(payload={"color": "mauve"}, headers={"tenant": "vermilion"})
+    EventLog.objects.update(
+        edits=[{"at": "2026-01-01T00:00:00+00:00", "by": "x", "payload": "ochre"}]
+    )
+    for role, sees in (("viewer", False), ("editor", True), ("chief", True)):
+        page = client_of(role).get(url("deadevent_change", letter.pk)).content.decode()
+        for secret in ("mauve", "vermilion", "ochre"):
+            assert (secret in page) is sees
+
+
+def test_what_somebody_may_not_see_is_not_even_read(client_of, django_assert_max_num_queries):
+    letter, client = dead_letter(payload=1), client_of("viewer")
+    with django_assert_max_num_queries(14) as queries:
+        client.get(url("deadevent_change", letter.pk))
+    assert not [query for query in queries.captured_queries if '"payload"' in query["sql"]]
+
+
+@pytest.mark.parametrize("role", ["viewer", "purger"])
+def test_nobody_is_offered_what_they_may_not_do(client_of, rows, role):
+    client = client_of(role)
+    pages = ("deadevent_changelist", "deadevent_change", "deadevent_groups")
+    for name in (*pages, "queuedevent_changelist", "queuedevent_change"):
+        page = client.get(address(name, rows)).content.decode()
+        assert "Retry" not in page
+        assert "Run now" not in page
+        if role == "viewer":
+            assert "Purge" not in page
+            assert "Discard" not in page
+
+
+def test_an_admin_that_shows_less_lets_less_be_done(client_of, rows, monkeypatch):
+    """S05: a project's own get_queryset() counts for actions and pages too."""
+    client = client_of("chief")
+    hidden = rows["deadevent"]
+    token = client.get(url("deadevent_bulk", "purge")).context["token"]
+    chosen = {"action": "purge", "_selected_action": [hidden.pk]}
+    chosen_token = client.post(url("deadevent_changelist"), chosen).context["token"]
+    seen = DeadEventAdminMixin.get_queryset
+    monkeypatch.setattr(
+        DeadEventAdminMixin,
+        "get_queryset",
+        lambda self, request: seen(self, request).exclude(pk=hidden.pk),
+        raising=False,
+    )
+    before = everything()
+    assert client.post(url("deadevent_retry", hidden.pk)).status_code == 404
+    assert client.get(url("deadevent_edit", hidden.pk)).status_code == 404
+    assert client.get(url("deadevent_change", hidden.pk)).status_code == 302
+    for each in (token, chosen_token):
+        client.post(url("deadevent_bulk", "purge"), {"run": each})
+    assert everything() == before
+
+
+def test_a_retry_can_change_neither_type_nor_payload(client_of):
+    """S19."""
+    letter = dead_letter(payload=7)
+    forged = {"type": "forged", "payload": "8", "key": "k"}
+    client_of("retrier").post(url("deadevent_retry", letter.pk), forged)
+    event = QueuedEvent.objects.get()
+    assert (event.type, event.payload, event.key) == (letter.type, 7, None)
+
+
+def test_a_cancelled_event_is_written_down_with_its_name(client_of):
+    client = client_of("purger")
+    event = publish("waiting", 7, delay=3600)
+    token = client.get(url("queuedevent_bulk", "cancel")).context["token"]
+    client.post(url("queuedevent_bulk", "cancel"), {"run": token})
+    entry = LogEntry.objects.get()
+    assert (entry.object_id, entry.object_repr) == (str(event.pk), str(event.event_id))
+    assert not queued.cancel([event.event_id])

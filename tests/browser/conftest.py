@@ -1,0 +1,102 @@
+"""Real pages in a real browser: Debian's Chromium, or the one that CHROMIUM names.
+
+Run by ``make test-browser``, in a process and with settings of their own.
+"""
+
+import os
+import shutil
+from urllib.parse import urlsplit
+
+import pytest
+from django.conf import settings
+from django.contrib.auth.models import User
+from django.test import Client
+
+SETTINGS = "tests.browser.settings"
+collect_ignore_glob = [] if settings.SETTINGS_MODULE == SETTINGS else ["*.py"]
+
+#: What a policy blocks, said where everything else is said.
+TELL_VIOLATIONS = """
+document.addEventListener("securitypolicyviolation", event =>
+    console.error(`policy: ${event.violatedDirective} ${event.blockedURI} ${event.sourceFile}`));
+"""
+
+
+@pytest.fixture(scope="session")
+def browser_type_launch_args(browser_type_launch_args):
+    return {
+        **browser_type_launch_args,
+        "executable_path": os.environ.get("CHROMIUM") or shutil.which("chromium"),
+        "args": [
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--no-first-run",
+        ],
+    }
+
+
+@pytest.fixture(scope="session")
+def base_url(live_server):
+    return live_server.url
+
+
+@pytest.fixture(autouse=True)
+def own_handlers():
+    """The server knows the handlers of this app, as its workers do."""
+
+
+@pytest.fixture
+def work(start_worker):
+    """Have a worker process handle all that is ready."""
+
+    def run():
+        worker = start_worker("--drain", env={"DJANGO_SETTINGS_MODULE": SETTINGS})
+        assert worker.wait() == 0, worker.log
+
+    return run
+
+
+@pytest.fixture
+def chief(transactional_db):
+    return User.objects.create_superuser("chief")
+
+
+@pytest.fixture
+def browse(new_context, live_server):
+    """Open a page as somebody. Whatever the browser complains of fails the test: errors on its
+    console, what the policy blocks, requests to anywhere else."""
+    complaints = []
+
+    def note_message(message):
+        if message.type in ("error", "warning"):
+            complaints.append(f"{message.type}: {message.text}")
+
+    def note_request(request):
+        address = urlsplit(request.url)
+        if f"{address.scheme}://{address.netloc}" != live_server.url:
+            complaints.append(f"off-origin: {request.url}")
+
+    def open_page(user, url, **options):
+        context = new_context(**options)
+        context.add_cookies([session_of(user, live_server.url)])
+        context.add_init_script(TELL_VIOLATIONS)
+        context.on("console", note_message)
+        context.on("weberror", lambda error: complaints.append(f"raised: {error.error}"))
+        context.on("request", note_request)
+        page = context.new_page()
+        page.goto(url)
+        return page
+
+    yield open_page
+    assert complaints == []
+
+
+def session_of(user, url):
+    client = Client()
+    client.force_login(user)
+    name = settings.SESSION_COOKIE_NAME
+    return {"name": name, "value": client.cookies[name].value, "url": url}

@@ -1,0 +1,86 @@
+"""The overview refreshes itself while somebody looks at it."""
+
+import re
+
+import pytest
+from django.urls import reverse
+from playwright.sync_api import expect
+
+from django_eventbus import publish
+from django_eventbus.admin.overview import REFRESH_SECONDS
+
+OVERVIEW = reverse("admin:django_eventbus_eventminute_changelist")
+FIGURES = reverse("admin:django_eventbus_eventminute_figures")
+
+
+@pytest.fixture
+def overview(browse, chief):
+    """The page at a clock that only moves when it is told to, and what it fetches."""
+    page = browse(chief, reverse("admin:index"))
+    page.clock.install()
+    page.fetched = []
+    page.on("request", lambda request: FIGURES in request.url and page.fetched.append(request))
+    page.goto(OVERVIEW)
+    return page
+
+
+def tile(page, label):
+    named = page.get_by_text(label, exact=True)
+    return page.locator(".eventbus-tile").filter(has=named).locator(".eventbus-value")
+
+
+def let_time_pass(page):
+    page.clock.run_for(REFRESH_SECONDS * 1000)
+
+
+def test_it_shows_what_has_changed_in_the_meantime(overview):
+    expect(tile(overview, "Pending")).to_have_text("0")
+    publish("order.placed", {"order": 1, "card": "valid"})
+    let_time_pass(overview)
+    expect(tile(overview, "Pending")).to_have_text("1")
+    expect(overview.get_by_role("status")).to_contain_text("needs attention")
+
+
+def test_a_hidden_page_asks_for_nothing_until_it_is_seen_again(overview):
+    hide(overview, True)
+    publish("order.placed", {"order": 1, "card": "valid"})
+    for _each in range(3):
+        let_time_pass(overview)
+    assert overview.fetched == []
+    expect(tile(overview, "Pending")).to_have_text("0")
+    hide(overview, False)
+    expect(tile(overview, "Pending")).to_have_text("1")
+
+
+def hide(page, hidden):
+    """Headless windows cannot be minimised: the page is told, as the browser would tell it."""
+    page.evaluate(
+        """hidden => {
+            Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        hidden,
+    )
+
+
+def test_it_can_be_paused(overview):
+    overview.get_by_role("button", name="Pause refreshing").click()
+    let_time_pass(overview)
+    assert overview.fetched == []
+    publish("order.placed", {"order": 1, "card": "valid"})
+    overview.get_by_role("button", name="Refresh again").click()
+    expect(tile(overview, "Pending")).to_have_text("1")
+
+
+def test_nothing_is_taken_away_from_under_the_keyboard(overview):
+    overview.locator("#eventbus-live a").first.focus()
+    let_time_pass(overview)
+    assert overview.fetched == []
+
+
+def test_without_scripts_it_is_a_plain_page(browse, chief):
+    publish("order.placed", {"order": 1, "card": "valid"})
+    page = browse(chief, OVERVIEW, java_script_enabled=False)
+    expect(tile(page, "Pending")).to_have_text("1")
+    expect(page.locator("noscript p")).to_be_visible()
+    expect(page.get_by_role("button", name=re.compile("Pause|Refresh"))).to_have_count(0)

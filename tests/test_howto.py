@@ -1,0 +1,430 @@
+"""The Python of the how-to guides, and of the README, does what they say."""
+
+import ast
+import re
+import sys
+import types
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from django.apps import AppConfig
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import Group
+from django.contrib.auth.signals import user_logged_in
+from django.db import connection, transaction
+from django.db.migrations.state import ProjectState
+from django.db.models.signals import m2m_changed
+from django.http import HttpResponse
+from django.test.utils import isolate_apps
+
+from django_eventbus import (
+    breakers,
+    checks,
+    dead_letters,
+    gates,
+    handler,
+    lanes,
+    publish,
+    publish_many,
+    schedules,
+)
+from django_eventbus.integrations.django_querysets import BridgedQuerySet
+from django_eventbus.models import EventGate, EventLog, QueuedEvent
+from django_eventbus.signals import event_dead_lettered
+from django_eventbus.testing import assert_published, drain, published
+from tests.shop import models as shop_models
+from tests.shop.models import Customer, Order
+from tests.test_dead_letters import dead_letter
+from tests.test_retention import ago, completed
+
+HOWTO = Path(__file__).parent.parent / "docs" / "howto"
+
+pytestmark = pytest.mark.django_db
+
+
+def blocks(page):
+    return python_in(HOWTO / f"{page}.md")
+
+
+def python_in(path):
+    return re.findall(r"```python\n(.+?)```", path.read_text(), flags=re.DOTALL)
+
+
+def run(code, namespace):
+    exec(compile(code, namespace["__name__"], "exec"), namespace)
+
+
+@pytest.fixture
+def shop(monkeypatch):
+    """The guides speak of an app called shop."""
+    handlers = types.ModuleType("shop.handlers")
+    monkeypatch.setitem(sys.modules, "shop", types.ModuleType("shop"))
+    monkeypatch.setitem(sys.modules, "shop.models", shop_models)
+    monkeypatch.setitem(sys.modules, "shop.handlers", handlers)
+    return handlers
+
+
+@pytest.fixture
+def receivers_kept():
+    before = {signal: list(signal.receivers) for signal in (user_logged_in, m2m_changed)}
+    yield
+    for signal, receivers in before.items():
+        signal.receivers = receivers
+        signal.sender_receivers_cache.clear()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_test_your_handlers(shop, eventbus):
+    code, *examples = blocks("test-your-handlers")
+    run(code, vars(shop))
+    namespace = {"__name__": "shop.tests"}
+    for each in examples:
+        run(each, namespace)
+    cases = [
+        each
+        for each in namespace.values()
+        if isinstance(each, type) and each.__module__ == "shop.tests"
+    ]
+    assert len(cases) == 7
+    load = unittest.defaultTestLoader.loadTestsFromTestCase
+    result = unittest.TestSuite(map(load, cases)).run(unittest.TestResult())
+    assert [text for _, text in result.failures + result.errors] == []
+    assert result.testsRun == 7
+    namespace["test_shipping"](eventbus)
+    namespace["test_the_report"](eventbus)
+
+
+def test_bridge_signals(shop, receivers_kept, client, eventbus):
+    config, groups, model, querysets, migration, disconnect = blocks("bridge-signals")
+    namespace = {"__name__": "tests.shop.models"}
+
+    run(config, namespace)
+    assert issubclass(namespace["ShopConfig"], AppConfig)
+    namespace["ShopConfig"].ready(None)
+    ann = get_user_model().objects.create_user("ann", password="secret")
+    client.login(username="ann", password="secret")
+    assert assert_published("user.logged_in", user_id=ann.pk).key == f"user:{ann.pk}"
+
+    run(groups, namespace)
+    staff = Group.objects.create(name="staff")
+    ann.groups.add(staff)
+    assert_published("user.groups_changed", user_id=ann.pk, action="add", groups=[staff.pk])
+
+    run(model, namespace)
+    order = Order.objects.create(total="9.90", customer=Customer.objects.create())
+    order.status = "paid"
+    order.save()
+    assert assert_published("order.updated").payload == {
+        "pk": order.pk,
+        "status": "paid",
+        "total": "9.90",
+        "customer": order.customer_id,
+        "changed": {"status": {"old": "new", "new": "paid"}},
+    }
+    assert assert_published("order.created").key == f"shop.order:{order.pk}"
+
+    with isolate_apps("tests.shop"):
+        run(querysets, namespace)
+    assert isinstance(namespace["Shipment"].objects.all(), BridgedQuerySet)
+
+    run(disconnect, namespace)
+    order.delete()
+    assert published("order.deleted") == []
+
+    run(migration, namespace)
+    (operation,) = namespace["Migration"].operations
+    if connection.vendor == "postgresql":
+        state = ProjectState.from_apps(shop_models.Order._meta.apps)
+        with connection.schema_editor(atomic=False) as editor:
+            operation.database_forwards("shop", editor, state, state)
+        order = Order.objects.create(total="9.90")
+        assert assert_published("order.created").payload == {
+            "pk": order.pk,
+            "status": "new",
+            "total": "9.90",
+            "customer": None,
+        }
+
+
+class Service:
+    """What the guides call outside: a provider, a printer."""
+
+    def __init__(self):
+        self.is_down = False
+        self.calls = 0
+
+    def charge(self, order_id, *, idempotency_key):
+        self.send(order_id)
+
+    def send(self, what):
+        self.calls += 1
+        if self.is_down:
+            raise ConnectionError
+
+
+def test_pause():
+    (code,) = blocks("pause")
+    handled = []
+    handler("order.paid", name="shop.mail_receipt")(handled.append)
+    first, last = code.split("gates.list()")
+    namespace = {"__name__": "shop.mail"}
+    run(first, namespace)
+    publish("order.paid", {})
+    drain()
+    assert [each.reason for each in gates.list()] == ["the API key was revoked"]
+    assert handled == []
+    run(last, namespace)
+    drain()
+    assert len(handled) == 1
+
+
+def test_circuit_breaker(settings, capsys):
+    declaration, by_hand, setting = blocks("circuit-breaker")
+    provider = Service()
+    provider.is_down = True
+    run(declaration, {"__name__": "shop.handlers", "provider": provider})
+    publish_many(("order.placed", {"order_id": n}) for n in range(10))
+    drain(raise_errors=False)
+    event = publish("order.placed", {"order_id": 10})
+    drain()
+    assert provider.calls == 10
+    run(by_hand, {"__name__": "shop.operations"})
+    assert capsys.readouterr().out == "shop.charge open 10 10\n"
+    assert [each.state for each in breakers.list()] == ["closed"]
+    provider.is_down = False
+    drain()
+    assert EventLog.objects.get(event_id=event.event_id).status == "COMPLETED"
+    namespace = {"__name__": "project.settings"}
+    run(setting, namespace)
+    settings.EVENTBUS = namespace["EVENTBUS"]
+    handler("x", name="any")(print)
+    assert [each.handler for each in breakers.list()] == ["any", "shop.charge"]
+
+
+def test_limit_running():
+    (code,) = blocks("limit-running")
+    printer = Service()
+    run(code, {"__name__": "shop.handlers", "printer": printer})
+    publish_many(("invoice.created", {"invoice_id": n}) for n in range(500))
+    drain()
+    assert EventLog.objects.count() == printer.calls > 0
+    assert QueuedEvent.objects.filter(attempts=0).count() == 500 - printer.calls > 0
+    assert EventGate.objects.get().running == {}
+
+
+def test_the_first_screen_of_the_readme():
+    view, declaration = python_in(HOWTO.parent.parent / "README.md")[:2]
+    assert len(view.splitlines()) == 6
+    reserved = []
+    reservations = SimpleNamespace(create=lambda order: reserved.append(order))
+    namespace = {
+        "__name__": "shop.views",
+        "transaction": transaction,
+        "publish": publish,
+        "handler": handler,
+        "redirect": lambda order: order,
+        "Order": Order,
+        "OrderForm": lambda data: SimpleNamespace(save=lambda: Order.objects.create(**data)),
+        "Reservation": SimpleNamespace(objects=reservations),
+    }
+    run(view, namespace)
+    run(declaration, namespace)
+    order = namespace["place_order"](SimpleNamespace(POST={"total": 10}))
+    drain()
+    assert reserved == [order]
+
+
+def test_keep_order(settings):
+    publishing, strict, block, by_hand = blocks("keep-order")
+    for each in (strict, block):
+        namespace = {"__name__": "project.settings"}
+        run(each, namespace)
+        settings.EVENTBUS = namespace["EVENTBUS"]
+        assert checks.check_settings() == []
+    handler("order.placed", name="fails", retry={"max_retries": 0})(lambda event: 1 / 0)
+    handler("order.paid", name="ships")(lambda event: None)
+    run(publishing, {"__name__": "shop.views", "publish": publish})
+    drain(raise_errors=False)
+    assert [each.state for each in lanes.list()] == ["blocked"]
+    list_and_release, skip = by_hand.split("lanes.skip")
+    namespace = {"__name__": "shop.operations"}
+    run(list_and_release, namespace)
+    assert [each.state for each in lanes.list()] == ["ready"]
+    run(f"lanes.skip{skip}", namespace)
+    assert EventLog.objects.get(type="order.paid").status == "DISCARDED"
+
+
+def test_schedules(shop):
+    pytest.importorskip("cronsim")
+    in_code, two_names, in_database, misfires = blocks("schedules")
+    run(in_code, vars(shop))
+    for each in (two_names, in_database, misfires):
+        run(each, vars(shop))
+    assert [each.name for each in schedules.every()] == [
+        "cache.warm",
+        "cleanup",
+        "invoice.run",
+        "monthly report",
+        "report.daily",
+        "weekly report",
+    ]
+    schedules.run("report.daily")
+    drain(raise_errors=False)  # the clock is real: a tick may come that nobody handles
+    assert EventLog.objects.get(type="report.daily").status == "COMPLETED"
+
+
+def test_dead_letters(shop, monkeypatch, capsys):
+    mailed = []
+    monkeypatch.setattr("django.core.mail.mail_admins", lambda *mail: mailed.append(mail))
+    code, discard, hear = blocks("dead-letters")
+    namespace = {"__name__": "shop.operations"}
+    run(discard, vars(shop))
+    run(hear, namespace)
+    try:
+        publish("card.charged", {"amount": 0})
+        drain(raise_errors=False)
+        assert EventLog.objects.get().status == "DISCARDED"
+        event = EventLog.objects.get()
+        assert mailed == [("card.charged is a dead letter", f"{event.event_id}: DISCARDED")]
+    finally:
+        event_dead_lettered.disconnect(namespace["tell_admins"])
+    dead_letter(handler_name="shop.charge", error=ConnectionError("down"))
+    run(code, namespace)
+    assert "1 shop.charge ConnectionError\n" in capsys.readouterr().out
+    assert namespace["retried"] == 1
+    assert [each.type for each in dead_letters.list()] == ["card.charged"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_retention(shop):
+    pytest.importorskip("cronsim")
+    (code,) = blocks("retention")
+    completed(2, ended=ago(days=40))
+    dead_letter(died_at=ago(days=40))
+    run(code, vars(shop))
+    schedules.run("log.purge")
+    drain()
+    kept = EventLog.objects.order_by("id").values_list("type", flat=True)
+    assert list(kept) == ["order.placed", "log.purge"]
+
+
+def test_pgbouncer(settings):
+    notify, *others = blocks("pgbouncer")
+    namespace = {"__name__": "project.settings", "DATABASES": {"default": {}}}
+    for each in (notify, *others):
+        run(each, namespace)
+    settings.EVENTBUS = namespace["EVENTBUS"]
+    assert checks.check_settings() == []
+    assert namespace["DATABASES"]["default"]["PORT"] == "6432"
+
+
+def test_large_tables():
+    (code,) = blocks("large-tables")
+    imports, query = code.rsplit("\n\n", 1)
+    publish_many(("order.placed", {}) for _ in range(3))
+    publish("order.paid", {})
+    namespace = {"__name__": "shop.operations"}
+    run(f"{imports}\nfound = {query}", namespace)
+    assert [(each["type"], each["many"]) for each in namespace["found"]] == [
+        ("order.placed", 3),
+        ("order.paid", 1),
+    ]
+
+
+class Task:
+    """What Celery makes of a function."""
+
+    def __init__(self, function):
+        self.sent = []
+
+    def delay(self, *args):
+        self.sent.append(args)
+
+    def apply_async(self, args, task_id):
+        self.sent.append((*args, task_id))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_from_celery(shop, monkeypatch):
+    task, before, view, hand_over, as_handler = blocks("from-celery")
+    celery, tasks, mail = map(types.ModuleType, ("celery", "shop.tasks", "shop.mail"))
+    celery.shared_task = lambda **options: Task
+    mailed = []
+    mail.mail_receipt = lambda order_id, idempotency_key: mailed.append(order_id)
+    for module in (celery, tasks, mail):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    run(task, vars(tasks))
+    views = {"__name__": "shop.views", "transaction": transaction, "Order": Order}
+    run(before, views | {"send_receipt": tasks.send_receipt})
+    assert tasks.send_receipt.sent == [(Order.objects.get().pk,)]
+
+    run(hand_over, vars(shop))
+    run(as_handler, {"__name__": "shop.handlers"})
+    run(view, views)
+    drain()
+    (order_id, task_id) = tasks.send_receipt.sent[-1]
+    assert order_id == views["order"].pk == mailed[0]
+    assert task_id
+
+
+def test_avoid_duplicates(shop):
+    while_queued, in_a_window, aloud, effect, for_a_while = blocks("avoid-duplicates")
+    told, booked = [], []
+    namespace = {
+        "__name__": "shop.views",
+        "publish": publish,
+        "body": {"id": "evt_1"},
+        "user": SimpleNamespace(pk=7),
+        "messages": SimpleNamespace(info=lambda request, text: told.append(text)),
+        "request": None,
+        "Booking": SimpleNamespace(
+            objects=SimpleNamespace(create=lambda **row: booked.append(row["payment"]))
+        ),
+    }
+    for each in (while_queued, in_a_window, aloud):
+        run(each, namespace)
+        run(each, namespace)
+    assert QueuedEvent.objects.count() == 3
+    assert told == ["Your report is already on its way."]
+    QueuedEvent.objects.all().delete()
+    run(effect, namespace)
+    for _ in range(2):
+        publish("payment.received", {"payment_id": 7, "amount": 10})
+    drain()
+    assert booked == [7]
+    run(f"{for_a_while}def booked_for_a_while(event): ...", namespace)
+
+
+def test_backpressure(settings):
+    """What the first block limits all at once, the others show one by one."""
+    _, exceptions, dropping, metric, coalescing, tick, blocking, imports, halting, transfer = (
+        blocks("backpressure")
+    )
+    queues = ["default", "ticks", "mail", "imports"]
+    for each in (exceptions, dropping, coalescing, blocking, halting):
+        settings.EVENTBUS = {"QUEUES": queues, **ast.literal_eval(f"{{{each}}}")}
+        assert checks.check_settings() == []
+    limits = {name: {"max_size": 1, "overflow": "drop"} for name in ("type:metric.*", "imports")}
+    limits |= {"ticks": {"max_size": 1, "overflow": "coalesce"}}
+    limits |= {"key:account:*": {"max_size": 1, "overflow": "halt"}}
+    settings.EVENTBUS = {"QUEUES": queues, "LIMITS": limits}
+    account = SimpleNamespace(pk=7, book=lambda amount: SimpleNamespace(pk=1))
+    namespace = {
+        "__name__": "shop.views",
+        "publish": publish,
+        "publish_many": publish_many,
+        "transaction": transaction,
+        "HttpResponse": HttpResponse,
+        "read": lambda path: range(3),
+    }
+    for each in (metric, tick, imports, transfer):
+        run(each, namespace)
+        run(each, namespace)
+    namespace["import_file"]("rows.csv")
+    request = SimpleNamespace(POST={"amount": 10})
+    assert namespace["transfer"](request, account) is None
+    assert namespace["transfer"](request, account).status_code == 503
+    stored = QueuedEvent.objects.order_by("id").values_list("type", flat=True)
+    assert list(stored) == ["metric.cpu", "tick", "row.imported", "transfer.requested"]
