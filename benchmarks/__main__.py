@@ -5,8 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import benchmarks
@@ -14,7 +19,8 @@ from benchmarks.databases import DATABASES, scratch
 from benchmarks.report import print_table
 from benchmarks.run import GROUPS
 
-USUALLY = [group for group in GROUPS if group != "pending"]
+TAKE_LONG = ("head", "pending", "pages")
+USUALLY = [group for group in GROUPS if group not in TAKE_LONG]
 
 
 def main() -> None:
@@ -22,7 +28,8 @@ def main() -> None:
     names = DATABASES if options.database == "all" else (options.database,)
     reports = []
     for name in names:
-        reports.append(report := measured_on(name, options))
+        report = compared_on(name, options) if options.against else measured_on(name, options)
+        reports.append(report)
         if options.format == "table":
             print_table(report)
     if options.format == "json":
@@ -38,7 +45,13 @@ def parse() -> argparse.Namespace:
         "--only",
         type=lambda text: text.split(","),
         default=USUALLY,
-        help=f"comma-separated, of {', '.join(GROUPS)}; default: all but pending, which takes long",
+        help=f"comma-separated, of {', '.join(GROUPS)};"
+        f" default: all but {', '.join(TAKE_LONG)}, which take long",
+    )
+    parser.add_argument(
+        "--against",
+        metavar="REVISION",
+        help="measure this commit of the repository too, in turns with the working tree",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table")
     options = parser.parse_args()
@@ -48,8 +61,46 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def measured_on(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """In a process of its own, because Django has one set of settings per process."""
+def compared_on(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Then and now in turns, so that whatever else the machine does happens to both."""
+    once = argparse.Namespace(**{**vars(options), "repeat": 1})
+    then, now = [], []
+    with checkout_of(options.against) as older:
+        for _ in range(options.repeat):
+            then.append(measured_on(name, once, older))
+            now.append(report := measured_on(name, once))
+    figures = []
+    for before, after in zip(medians(then), medians(now), strict=True):
+        figures += [
+            {**before, "name": f"{before['name']}, {options.against}"},
+            {**after, "name": f"{after['name']}, now"},
+            {"name": "now against then", "value": after["value"] / before["value"], "unit": "x"},
+        ]
+    return {**report, "figures": figures}
+
+
+def medians(reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    columns = zip(*(report["figures"] for report in reports), strict=True)
+    return [
+        {**column[0], "value": statistics.median(each["value"] for each in column)}
+        for column in columns
+    ]
+
+
+@contextmanager
+def checkout_of(revision: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="eventbus-bench-") as directory:
+        subprocess.run(
+            ["git", "worktree", "add", "--quiet", "--detach", directory, revision], check=True
+        )
+        try:
+            yield Path(directory)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", directory], check=True)
+
+
+def measured_on(name: str, options: argparse.Namespace, tree: Path | None = None) -> dict[str, Any]:
+    """In a process of its own: Django has one set of settings, Python one package of a name."""
     with scratch(name) as environment:
         command = [
             *(sys.executable, "-m", "benchmarks.run"),
@@ -58,7 +109,11 @@ def measured_on(name: str, options: argparse.Namespace) -> dict[str, Any]:
             *options.only,
         ]
         measuring = subprocess.run(
-            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True
+            command,
+            cwd=tree,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            check=True,
         )
     report: dict[str, Any] = json.loads(measuring.stdout)
     return report

@@ -7,10 +7,8 @@ Python and Django does not count, and that the log is kept does.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator
 
 from django.core.management import call_command
@@ -18,6 +16,7 @@ from django.db.models import Max, Min
 
 from benchmarks.figures import Figure, per_second, ratio
 from benchmarks.handlers import ALONE
+from benchmarks.workers import drain, running_worker
 from django_eventbus import publish_many
 from django_eventbus.conf import settings
 from django_eventbus.models import EventLog, QueuedEvent
@@ -25,6 +24,8 @@ from django_eventbus.models import EventLog, QueuedEvent
 KEYS = 1000
 MANY_PENDING = 1_000_000
 FEW_PENDING = 10_000
+BLOCKED = 100_000
+PATIENCE = 300
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
@@ -59,6 +60,28 @@ def measure_keys(options: argparse.Namespace) -> list[Figure]:
     ]
 
 
+def measure_failing_head(options: argparse.Namespace) -> list[Figure]:
+    """Other traffic while one key has many events behind one that fails again and again."""
+    count = options.events
+    fills: dict[str, Callable[[], None]] = {
+        "without keys": lambda: fill(count, "bench.noop"),
+        f"with {KEYS:,} keys": lambda: fill_keys(count, KEYS),
+    }
+    figures = []
+    for what, fill_others in fills.items():
+        undisturbed, beside = [], []
+        for _ in range(options.repeat):
+            undisturbed.append(handled(count, fill_others))
+            beside.append(handled(count, both(fill_blocked, fill_others)))
+        rate, rate_beside = statistics.median(undisturbed), statistics.median(beside)
+        figures += [
+            per_second(f"events {what}", rate),
+            per_second(f"events {what}, {BLOCKED:,} behind a failing head", rate_beside),
+            ratio(f"a failing head beside events {what}", rate_beside / rate),
+        ]
+    return figures
+
+
 def measure_pending(options: argparse.Namespace) -> list[Figure]:
     """The same number of events from the head of a short and of a very long queue."""
     limit = ("--max-events", str(FEW_PENDING))
@@ -80,18 +103,49 @@ def drained(
     """Events per second of ``run_event_worker --drain`` on a freshly filled queue."""
     call_command("flush", interactive=False, verbosity=0)
     fill_queue()
-    subprocess.run(
-        [sys.executable, "-m", "django", "run_event_worker", "--drain", *more],
-        env={**os.environ, ALONE: "1" if alone else ""},
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
+    drain(*more, environment={ALONE: "1" if alone else ""})
+    return rate_in_log()
+
+
+def handled(count: int, fill_queue: Callable[[], None]) -> float:
+    """Of ``count`` events that succeed, beside others that never will."""
+    call_command("flush", interactive=False, verbosity=0)
+    fill_queue()
+    with running_worker():
+        wait_until(lambda: EventLog.objects.count() >= count)
+    return rate_in_log()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(f"not in {PATIENCE} s")
+        time.sleep(0.2)
+
+
+def rate_in_log() -> float:
     log = EventLog.objects.aggregate(start=Min("processing_started_at"), end=Max("finished_at"))
     return EventLog.objects.count() / (log["end"] - log["start"]).total_seconds()
 
 
 def fill(count: int, type_name: str) -> None:
     publish_many((type_name, {"n": n}) for n in range(count))
+
+
+def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def fill_both() -> None:
+        first()
+        second()
+
+    return fill_both
+
+
+def fill_blocked() -> None:
+    """They stand in their lane: putting them there is a cost of theirs, and paid once."""
+    publish_many((("bench.fails", {"n": n}) for n in range(BLOCKED)), key="blocked")
+    with running_worker():
+        wait_until(lambda: not QueuedEvent.objects.filter(lane_id=None).exists())
 
 
 def fill_keys(count: int, keys: int) -> None:

@@ -22,3 +22,7 @@ def milliseconds(name: str, seconds: float) -> Figure:
 
 def ratio(name: str, value: float) -> Figure:
     return Figure(name=name, value=round(value, 2), unit="x")
+
+
+def statements(name: str, number: int) -> Figure:
+    return Figure(name=name, value=number, unit="statements")

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, TextIO
 
 from benchmarks.models import Note
-from django_eventbus import delivery, handler
+from django_eventbus import RetryPolicy, delivery, handler
 
 #: Set for workers that shall commit after every event, to compare with group commit.
 ALONE = "EVENTBUS_BENCH_ALONE"
@@ -22,6 +22,14 @@ if os.environ.get(ALONE):
 @handler("bench.noop")
 def noop(event: Any) -> None:
     """Costs nothing: what is left is the bus."""
+
+
+OFTEN = RetryPolicy(max_retries=1_000_000, base_delay=0.1, max_delay=0.1)
+
+
+@handler("bench.fails", retry=OFTEN)
+def fail(event: Any) -> None:
+    raise RuntimeError("as always")
 
 
 @handler("bench.insert")

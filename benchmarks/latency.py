@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from django.core.management import call_command
@@ -18,6 +13,7 @@ from django.db import transaction
 
 from benchmarks.figures import Figure, milliseconds
 from benchmarks.handlers import STAMPS
+from benchmarks.workers import running_worker
 from django_eventbus import publish
 
 RATE = 50
@@ -31,7 +27,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     with tempfile.TemporaryDirectory(prefix="eventbus-bench-") as directory:
         stamps = Path(directory) / "stamps"
         stamps.touch()
-        with running_worker(stamps):
+        with running_worker({STAMPS: str(stamps)}):
             committed = publish_steadily(stamps)
             handled = wait_for(stamps, len(committed))
     # The first ones find caches cold and the worker's connections young.
@@ -42,20 +38,6 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         milliseconds(f"commit to handler at {RATE}/s, p99", percentiles[98]),
         milliseconds(f"commit to handler at {RATE}/s, longest", max(waits)),
     ]
-
-
-@contextmanager
-def running_worker(stamps: Path) -> Iterator[None]:
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "django", "run_event_worker"],
-        env={**os.environ, STAMPS: str(stamps)},
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        yield
-    finally:
-        worker.terminate()
-        worker.wait()
 
 
 def publish_steadily(stamps: Path) -> dict[int, float]:

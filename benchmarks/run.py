@@ -11,7 +11,7 @@ from typing import Any
 
 import django
 
-GROUPS = ("publish", "drain", "keys", "latency", "pending")
+GROUPS = ("publish", "drain", "keys", "head", "latency", "pending", "pages")
 
 
 def main() -> None:
@@ -28,14 +28,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from django.core.management import call_command
     from django.db import connection
 
-    from benchmarks import draining, latency, publishing
+    from benchmarks import draining, latency, pages, publishing
 
     measurements = {
         "publish": publishing.measure,
         "drain": draining.measure,
         "keys": draining.measure_keys,
+        "head": draining.measure_failing_head,
         "latency": latency.measure,
         "pending": draining.measure_pending,
+        "pages": pages.measure,
     }
     call_command("migrate", run_syncdb=True, verbosity=0)
     figures = []

@@ -1,0 +1,60 @@
+"""How long the admin's pages take before a heap of dead letters."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from benchmarks.figures import Figure, milliseconds, statements
+from django_eventbus.models import EventLog
+
+DEAD = 1_000_000
+KINDS_OF_ERROR = 50
+VISITS = 7
+PAGES = {
+    "overview": "admin:django_eventbus_eventminute_changelist",
+    "dead letters": "admin:django_eventbus_deadevent_changelist",
+    "dead letters by error": "admin:django_eventbus_deadevent_groups",
+}
+
+_BURY = f"""
+INSERT INTO {EventLog._meta.db_table} (id, event_id, namespace, queue, type, version, payload,
+    priority, producer, attempts, crashes, created_at, deliveries, errors, status, finished_at,
+    dead_handler, error_type, error_fingerprint)
+SELECT n, gen_random_uuid(), 'default', 'default', 'order.placed', 1, '{{"order": 7}}', 0, 'bench',
+    4, 0, now(), '{{}}', '[]', 'FAILED', now() - n * interval '1 second', 'shop.ship', 'ValueError',
+    lpad(to_hex(n %% {KINDS_OF_ERROR}), 16, 'a')
+FROM generate_series(1, %s) AS n"""
+
+
+def measure(options: argparse.Namespace) -> list[Figure]:
+    if connection.vendor != "postgresql":
+        return []  # nobody else fills a table of this size in reasonable time
+    call_command("flush", interactive=False, verbosity=0)
+    with connection.cursor() as cursor:
+        cursor.execute(_BURY, [DEAD])
+        cursor.execute(f"VACUUM ANALYZE {EventLog._meta.db_table}")
+    visitor = Client()
+    visitor.force_login(User.objects.create_superuser("visitor"))
+    return [figure for name, page in PAGES.items() for figure in visits(visitor, name, page)]
+
+
+def visits(visitor: Client, name: str, page: str) -> list[Figure]:
+    address = reverse(page)
+    took = []
+    for _ in range(VISITS):
+        began = time.perf_counter()
+        with CaptureQueriesContext(connection) as queries:
+            response = visitor.get(address)
+        took.append(time.perf_counter() - began)
+        assert response.status_code == 200
+    what = f"admin, {name}, {DEAD:,} dead"
+    return [milliseconds(what, statistics.median(took)), statements(what, len(queries))]
