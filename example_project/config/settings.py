@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import django
 
@@ -21,6 +22,7 @@ if django.VERSION >= (6, 1):
     MAILERS = {"default": {"BACKEND": CONSOLE}}
 else:
     EMAIL_BACKEND = CONSOLE
+DEFAULT_FROM_EMAIL = "The Corner Shop <orders@shop.example>"
 
 INSTALLED_APPS = [
     "django.contrib.admin",
@@ -32,12 +34,14 @@ INSTALLED_APPS = [
     "rangefilter",
     "django_eventbus",
     "shop",
+    "outside",
 ]
 
-DATABASES = {
-    "default": {
+
+def sqlite(path: str) -> dict[str, Any]:
+    return {
         "ENGINE": "django.db.backends.sqlite3",
-        "NAME": os.environ.get("SHOP_DATABASE", BASE_DIR / "shop.sqlite3"),
+        "NAME": path,
         "OPTIONS": {
             # Readers never wait for the writer (WAL); a transaction that will write says so at
             # once (IMMEDIATE), so that two of them queue instead of failing.
@@ -46,6 +50,24 @@ DATABASES = {
             "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
         },
     }
+
+
+def postgresql(url: str) -> dict[str, Any]:
+    from psycopg.conninfo import conninfo_to_dict
+
+    parameters = conninfo_to_dict(url)
+    name = parameters.pop("dbname")
+    return {"ENGINE": "django.db.backends.postgresql", "NAME": name, "OPTIONS": parameters}
+
+
+# The path of a SQLite file, or postgresql://user:password@host/name
+SHOP_DATABASE = os.environ.get("SHOP_DATABASE", str(BASE_DIR / "shop.sqlite3"))
+DATABASES = {
+    "default": (
+        postgresql(SHOP_DATABASE)
+        if SHOP_DATABASE.startswith("postgresql://")
+        else sqlite(SHOP_DATABASE)
+    )
 }
 
 EVENTBUS = {
@@ -53,6 +75,11 @@ EVENTBUS = {
     "ABANDON_AFTER": 5,
     "RETRY": {"max_retries": 8, "base_delay": 0.5, "max_delay": 5},
 }
+
+# Where a partner wants to hear of orders, and the secret that proves who is calling. In the demo
+# the partner is played by this very server.
+PARTNER_URL = os.environ.get("SHOP_PARTNER_URL", "http://127.0.0.1:8000/partner/")
+PARTNER_SECRET = "shared with the partner"
 
 MIDDLEWARE = [
     "django.middleware.security.SecurityMiddleware",
@@ -62,6 +89,7 @@ MIDDLEWARE = [
     "django.contrib.auth.middleware.AuthenticationMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
+    "config.middleware.strict_content_security_policy",
 ]
 
 TEMPLATES = [

@@ -1,4 +1,4 @@
-"""People who order: they fill in the storefront's form, as a browser would."""
+"""People who order: they fill in the storefront's forms, as a browser would."""
 
 from __future__ import annotations
 
@@ -30,14 +30,23 @@ class Customers:
 
     def order(self, *, card: Card | None = None) -> None:
         """Something, by somebody; one card in ten is not good."""
-        form = {
-            "csrfmiddlewaretoken": self._token,
-            "product": random.choice(self._products),
-            "quantity": random.randint(1, 3),
-            "email": f"{random.choice(NAMES)}@example.com",
-            "card": card or (Card.EMPTY if random.random() < DECLINED else Card.GOOD),
-        }
-        self._open(f"{self.url}order/", urllib.parse.urlencode(form).encode())
+        self._send(
+            "orders/",
+            product=random.choice(self._products),
+            quantity=random.choice((1, 1, 1, 2, 3)),
+            email=f"{random.choice(NAMES)}@example.com",
+            card=card or (Card.EMPTY if random.random() < DECLINED else Card.GOOD),
+        )
+
+    def break_payments(self) -> None:
+        self._send("payments/", payments="break")
+
+    def repair_payments(self) -> None:
+        self._send("payments/", payments="repair")
+
+    def _send(self, path: str, **form: object) -> None:
+        fields = {"csrfmiddlewaretoken": self._token, **form}
+        self._open(f"{self.url}{path}", urllib.parse.urlencode(fields).encode())
 
     def _open(self, url: str, data: bytes | None = None) -> str:
         with self._browser.open(url, data, timeout=30) as response:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
+from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
+from urllib.error import URLError
 
-from django.contrib.auth import get_user_model
 from django.core.management import call_command
+from django.db import connection
+from django_eventbus import dead_letters, schedules
 from django_eventbus.models import QueuedEvent
 
+from demo import users
 from demo.books import Books
 from demo.customers import Customers
 from demo.processes import ChildDiedError, Children, free_port, wait_until_open
 from demo.watching import Watch
-from shop.models import Card
+from shop.models import Card, Product
 
 LOOK_EVERY = 0.1
 DRAIN_SECONDS = 60
+FIRST_DEAD_LETTER_SECONDS = 20
 
 
 class Day:
@@ -32,61 +39,107 @@ class Day:
         try:
             with self.children:
                 self.open_shop()
+                self.leave_a_dead_letter()
+                self.welcome()
                 self.take_orders()
                 self.wait_for_worker()
         except ChildDiedError as error:
             print(error)
             return 1
+        except URLError as error:
+            print(f"the storefront failed: {error}\n{self.web.last_words()}")
+            return 1
         return self.close_books()
 
     def furnish(self) -> None:
-        """Tables, products, and somebody who may enter the admin."""
         call_command("migrate", verbosity=0)
-        get_user_model().objects.create_superuser("admin", "admin@example.com", "admin")
+        users.create_users()
         self.books = Books()
+        self.change_a_price()
+        if self.options.check:
+            schedules.run("nightly report")
+
+    def change_a_price(self) -> None:
+        """Somebody has saved a product, so the bridge has an event to tell."""
+        product = Product.objects.get(name="Forest honey")
+        product.price -= Decimal("0.60")
+        product.save()
 
     def open_shop(self) -> None:
         port = free_port()
-        web = self.children.start("web-server", "runserver", "--noreload", f"127.0.0.1:{port}")
-        self.worker = self.children.start("worker", "run_event_worker", "--no-reload")
-        wait_until_open(port, web)
-        url = f"http://127.0.0.1:{port}/"
-        self.customers = Customers(url)
+        self.url = f"http://127.0.0.1:{port}/"
+        os.environ["SHOP_PARTNER_URL"] = f"{self.url}partner/"
+        self.web = self.children.start("web-server", "runserver", "--noreload", f"127.0.0.1:{port}")
+        self.worker = self.children.start(
+            "worker", "run_event_worker", "--no-reload", "--concurrency", "4"
+        )
+        wait_until_open(port, self.web)
+        self.customers = Customers(self.url)
+
+    def leave_a_dead_letter(self) -> None:
+        self.customers.order(card=Card.EMPTY)
+        give_up_at = time.monotonic() + FIRST_DEAD_LETTER_SECONDS
+        while not dead_letters.list(limit=1) and time.monotonic() < give_up_at:
+            self.children.require_alive()
+            time.sleep(LOOK_EVERY)
+
+    def welcome(self) -> None:
         print(
-            f"Storefront  {url}\n"
-            f"Admin       {url}admin/  (user admin, password admin)\n"
-            f"Worker log  {self.worker.log}  (receipts too)\n"
-            f"Stop with Ctrl-C.\n",
+            f"\n"
+            f"Storefront   {self.url}\n"
+            f"Admin        {self.url}admin/\n"
+            f"             user {users.ADMIN[0]}, password {users.ADMIN[1]}: may do everything\n"
+            f"             user {users.VIEWER[0]}, password {users.VIEWER[1]}: may only look\n"
+            f"Worker log   {self.worker.log} (receipts too)\n"
+            f"Database     {connection.display_name}, deleted when the shop closes\n"
+            f"\n"
+            f"One order is a dead letter already: its card was declined. Ctrl-C closes the shop.\n",
             flush=True,
         )
 
     def take_orders(self) -> None:
         opened = time.monotonic()
         closes = opened + self.options.seconds if self.options.check else float("inf")
-        kills = self.kill_times(opened)
+        plan = self.plan() if self.options.check else []
         next_order = opened
-        self.customers.order(card=Card.EMPTY)  # a dead letter to look at, whatever chance brings
         while (now := time.monotonic()) < closes:
             if now >= next_order:
                 self.customers.order()
                 next_order = now + 1 / self.options.rate
-            if kills and now >= kills[0]:
-                kills.pop(0)
-                self.kill_worker()
+            while plan and now >= opened + plan[0][0] * self.options.seconds:
+                plan.pop(0)[1]()
             self.look()
 
-    def kill_times(self, opened: float) -> list[float]:
-        step = self.options.seconds / (self.options.kill_worker + 1)
-        return [opened + step * (n + 1) for n in range(self.options.kill_worker)]
+    def plan(self) -> list[tuple[float, Callable[[], None]]]:
+        """What goes wrong, and at which part of the day."""
+        kills = self.options.kill_worker
+        return sorted(
+            [
+                (0.35, self.break_payments),
+                (0.65, self.repair_payments),
+                *(((n + 1) / (kills + 1), self.kill_worker) for n in range(kills)),
+            ],
+            key=lambda each: each[0],
+        )
+
+    def break_payments(self) -> None:
+        self.customers.break_payments()
+        self.tell("the payment provider goes down")
+
+    def repair_payments(self) -> None:
+        self.customers.repair_payments()
+        self.tell("the payment provider is back")
 
     def kill_worker(self) -> None:
         for _ in range(5):
             self.customers.order()  # it shall die with its hands full
         self.worker.kill()
-        print(
-            f"{time.strftime('%H:%M:%S')}  SIGKILL for the worker; another one starts", flush=True
-        )
+        self.tell("SIGKILL for the worker; another one starts")
         self.worker.start()
+
+    @staticmethod
+    def tell(news: str) -> None:
+        print(f"{time.strftime('%H:%M:%S', time.gmtime())}  {news}", flush=True)
 
     def look(self) -> None:
         self.children.require_alive()

@@ -90,7 +90,7 @@ class Children:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self.all:
+        for child in reversed(self.all):  # the worker first: its handlers call the web server
             with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 child.stop()
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from django_eventbus.models import EventLog, LogStatus
 
+from demo.books import CHARGE
 from shop.models import Order
 
 
@@ -46,7 +47,7 @@ def _story(order: Order, ended: EventLog) -> str:
         return f"reserved, {_last_error(ended)}: dead letter"
     log = EventLog.objects.filter(finished_at__gte=order.placed_at, key=order.key)
     placed = log.filter(type="order.placed").first()
-    failures = len(placed.errors or ()) if placed else 0
+    failures = sum(each["handler"] == CHARGE for each in placed.errors or ()) if placed else 0
     tries = f" at attempt {failures + 1}" if failures else ""
     return f"reserved, paid{tries}, shipped, receipt sent"
 

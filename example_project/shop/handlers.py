@@ -1,23 +1,50 @@
 """What happens after an order: each handler succeeds, is retried, or gives up, on its own."""
 
+from datetime import timedelta
+
+from django.conf import settings
 from django.core.mail import EmailMessage
 from django.db import transaction
-from django.db.models import F
-from django_eventbus import Discard, handler, publish
+from django.db.models import Count, F, Sum
+from django.template.loader import render_to_string
+from django.utils import timezone
+from django_eventbus import CircuitBreaker, Discard, RetryPolicy, handler, publish, schedule
 
-from shop import payments
+from outside import payments, webhooks
 from shop.events import OrderPaid
-from shop.models import Order, OrderStatus, Product, Shipment
+from shop.models import (
+    DailyReport,
+    Order,
+    OrderStatus,
+    PriceChange,
+    Product,
+    Restock,
+    Shipment,
+    Step,
+)
+
+LOW_STOCK = 20
+SUPPLY = 50
+
+# Impatient, so that a visitor of the demo sees all of it within a minute.
+CHARGE_RETRY = RetryPolicy(max_retries=2, base_delay=0.5)
+CHARGE_BREAKER = CircuitBreaker(failure_rate=0.6, window=20, min_calls=8, open_for=5)
 
 
-@handler("order.placed", priority=10)
+@handler("order.placed", name="shop.reserve_stock", priority=10)
 def reserve_stock(event):
     """Runs once, even if ``charge_card`` needs many attempts at the same event."""
     order = Order.objects.get(pk=event.payload["order_id"])
     Product.objects.filter(pk=order.product_id).update(stock=F("stock") - order.quantity)
 
 
-@handler("order.placed", atomic=False)
+@handler(
+    "order.placed",
+    name="shop.charge_card",
+    atomic=False,
+    retry=CHARGE_RETRY,
+    breaker=CHARGE_BREAKER,
+)
 def charge_card(event):
     """Any exception means: again later. ``Discard`` means: never, leave it to a human.
 
@@ -25,9 +52,16 @@ def charge_card(event):
     it may run again after a crash, so both of its effects can be repeated without harm: the
     provider knows the idempotency key, and only the first run finds the order unpaid.
     """
-    order = Order.objects.select_related("product").get(pk=event.payload["order_id"])
+    order = Order.objects.get(pk=event.payload["order_id"])
+    if order.status != OrderStatus.PLACED:
+        return  # an earlier run came this far, and its worker died before that was written down
     try:
-        payments.charge(order.card, order.total, idempotency_key=event.idempotency_key)
+        payments.charge(
+            order.card,
+            order.total,
+            reference=order.key,
+            idempotency_key=event.idempotency_key,
+        )
     except payments.CardDeclinedError as error:
         raise Discard(f"card declined: {error}") from error
     with transaction.atomic():
@@ -36,7 +70,7 @@ def charge_card(event):
             publish(OrderPaid(order_id=order.pk, total=order.total), key=order.key)
 
 
-@handler(OrderPaid)
+@handler(OrderPaid, name="shop.ship", priority=10)
 def ship(event):
     """The shipment and the record that this ran are one transaction: no crash ships it twice."""
     order_id = event.data.order_id
@@ -44,14 +78,48 @@ def ship(event):
     Order.objects.filter(pk=order_id).update(status=OrderStatus.SHIPPED)
 
 
-@handler(OrderPaid, atomic=False)
+@handler(OrderPaid, name="shop.send_receipt", atomic=False)
 def send_receipt(event):
-    paid = event.data
-    order = Order.objects.get(pk=paid.order_id)
+    order = Order.objects.select_related("product").get(pk=event.data.order_id)
     EmailMessage(
         subject=f"Receipt for order {order.pk}",
-        body=f"We received {paid.total} EUR. Thank you!",
+        body=render_to_string("shop/receipt.txt", {"order": order}),
         to=[order.email],
         # Sent again after a crash, it is the same message to the customer's mail program.
         headers={"Message-ID": f"<{event.id}@shop.example>"},
     ).send()
+
+
+@handler("order.*", name="shop.tell_partner", atomic=False)
+def tell_partner(event):
+    """The partner recognises a repeated call by its idempotency key."""
+    message = {"type": event.type, "order_id": event.payload["order_id"]}
+    webhooks.post(settings.PARTNER_URL, message, idempotency_key=event.idempotency_key)
+
+
+@handler("product.changed", name="shop.note_price")
+def note_price(event):
+    if price := event.payload["changed"].get("price"):
+        PriceChange.objects.create(product_id=event.payload["pk"], **price)
+
+
+@handler("product.changed", name="shop.restock")
+def restock(event):
+    """Asks the shelf, not the event: of several that tell of low stock, one orders more."""
+    low = Product.objects.filter(pk=event.payload["pk"], stock__lt=LOW_STOCK)
+    if low.update(stock=F("stock") + SUPPLY):
+        Restock.objects.create(product_id=event.payload["pk"], quantity=SUPPLY)
+
+
+schedule("shop.closed", name="nightly report", cron="0 3 * * *")
+
+
+@handler("shop.closed", name="shop.close_the_day")
+def close_the_day(event):
+    """Yesterday's figures. Run twice, it writes the same report again."""
+    yesterday = timezone.localdate(event.created_at) - timedelta(days=1)
+    figures = Order.objects.filter(placed_at__date=yesterday).aggregate(
+        orders=Count("pk"), takings=Sum("total", default=0)
+    )
+    DailyReport.objects.update_or_create(day=yesterday, defaults=figures)
+    Step.objects.filter(at__date__lt=yesterday).delete()

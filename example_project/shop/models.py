@@ -1,24 +1,50 @@
-"""What the shop keeps: products, orders, shipments."""
-
-from decimal import Decimal
+"""What the shop keeps: products, orders, and what became of them."""
 
 from django.db import models
+from django.urls import reverse
+from django_eventbus.integrations.django_querysets import BridgedQuerySet
 
 
 class Product(models.Model):
     name = models.CharField(max_length=100)
-    icon = models.CharField(max_length=8)
+    picture = models.CharField(
+        max_length=100, default="shop/products/parcel.svg", help_text="A static file."
+    )
     price = models.DecimalField(max_digits=8, decimal_places=2)
     # May fall below zero: those are promised to customers and on their way from the supplier.
     stock = models.IntegerField()
+
+    # The bridge in apps.py tells of changes; this queryset sees to it that update() does too.
+    objects = BridgedQuerySet.as_manager()
 
     def __str__(self) -> str:
         return self.name
 
 
+class PriceChange(models.Model):
+    product = models.ForeignKey(Product, on_delete=models.CASCADE, related_name="price_changes")
+    old = models.DecimalField(max_digits=8, decimal_places=2)
+    new = models.DecimalField(max_digits=8, decimal_places=2)
+    changed_at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return f"{self.product}: {self.old} to {self.new}"
+
+
+class Restock(models.Model):
+    """The supplier filled the shelf."""
+
+    product = models.ForeignKey(Product, on_delete=models.CASCADE, related_name="restocks")
+    quantity = models.PositiveSmallIntegerField()
+    arrived_at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return f"{self.quantity} more of {self.product}"
+
+
 class Card(models.TextChoices):
-    GOOD = "good", "Visa, ending in 4242"
-    EMPTY = "empty", "Visa, ending in 0002 (will be declined)"
+    GOOD = "4242 4242 4242 4242", "Visa ending in 4242"
+    EMPTY = "4000 0000 0000 0002", "Visa ending in 0002 (will be declined)"
 
 
 class OrderStatus(models.TextChoices):
@@ -30,22 +56,28 @@ class OrderStatus(models.TextChoices):
 class Order(models.Model):
     product = models.ForeignKey(Product, on_delete=models.PROTECT)
     quantity = models.PositiveSmallIntegerField(default=1)
+    # As it was when the customer agreed to it.
+    total = models.DecimalField(max_digits=8, decimal_places=2)
     email = models.EmailField()
-    card = models.CharField(max_length=16, choices=Card, default=Card.GOOD)
+    card = models.CharField(max_length=32, choices=Card, default=Card.GOOD)
     status = models.CharField(max_length=16, choices=OrderStatus, default=OrderStatus.PLACED)
     placed_at = models.DateTimeField(auto_now_add=True)
 
     def __str__(self) -> str:
         return f"Order {self.pk}"
 
+    def save(self, *args, **kwargs) -> None:
+        if self.total is None:
+            self.total = self.product.price * self.quantity
+        super().save(*args, **kwargs)
+
+    def get_absolute_url(self) -> str:
+        return reverse("order", args=[self.pk])
+
     @property
     def key(self) -> str:
         """Events of one order share a key, so they are handled one after the other."""
         return f"order:{self.pk}"
-
-    @property
-    def total(self) -> Decimal:
-        return self.product.price * self.quantity
 
 
 class Shipment(models.Model):
@@ -55,3 +87,44 @@ class Shipment(models.Model):
 
     def __str__(self) -> str:
         return f"Shipment of order {self.order_id}"
+
+
+class DailyReport(models.Model):
+    day = models.DateField(unique=True)
+    orders = models.PositiveIntegerField()
+    takings = models.DecimalField(max_digits=12, decimal_places=2)
+
+    def __str__(self) -> str:
+        return f"Report of {self.day}"
+
+
+class Step(models.Model):
+    """One attempt of one handler at one event of an order, for the timeline of the storefront."""
+
+    class Outcome(models.TextChoices):
+        DONE = "done", "done"
+        RETRY = "retry", "failed, will be tried again"
+        DEAD = "dead", "given up"
+
+    order = models.ForeignKey(Order, on_delete=models.CASCADE, related_name="steps")
+    event_type = models.CharField(max_length=200)
+    handler = models.CharField(max_length=200)
+    attempt = models.PositiveIntegerField()
+    outcome = models.CharField(max_length=8, choices=Outcome)
+    error = models.TextField(blank=True)
+    retry_in = models.FloatField(null=True)
+    at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return f"{self.event_type} {self.handler}: {self.outcome}"
+
+    @property
+    def name(self) -> str:
+        """As in the code: without the app it belongs to."""
+        return self.handler.rpartition(".")[2]
+
+    @property
+    def after(self) -> str:
+        """How long after the order."""
+        seconds = (self.at - self.order.placed_at).total_seconds()
+        return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

@@ -1,17 +1,23 @@
-"""The storefront: a page, its list of recent orders, and the place where events begin."""
+"""The storefront, the page of an order, and the place where events begin."""
 
 from typing import Any
 
 from django.db import transaction
+from django.db.models import OuterRef, Subquery
+from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse
-from django.shortcuts import redirect, render
+from django.shortcuts import get_object_or_404, redirect, render
+from django.urls import NoReverseMatch, reverse
 from django.views.decorators.http import require_POST
-from django_eventbus import dead_letters, publish
+from django_eventbus import breakers, publish
+from django_eventbus.models import DeadEvent, EventWorker, QueuedEvent
 
+from outside.models import PaymentProvider
 from shop.forms import OrderForm
-from shop.models import Card, Order, Product
+from shop.models import Card, DailyReport, Order, PriceChange, Product
+from shop.timeline import stories
 
-RECENT = 12
+RECENT = 10
 
 
 @require_POST
@@ -21,30 +27,65 @@ def place_order(request: HttpRequest) -> HttpResponse:
         return render(request, "shop/storefront.html", storefront_context(form), status=400)
     with transaction.atomic():
         order = form.save()
-        publish("order.placed", {"order_id": order.pk}, key=f"order:{order.pk}")
-    return redirect("storefront")
+        publish("order.placed", {"order_id": order.pk}, key=order.key)
+    return redirect(order)
 
 
 def storefront(request: HttpRequest) -> HttpResponse:
-    return render(request, "shop/storefront.html", storefront_context(OrderForm()))
+    form = OrderForm(initial={"email": "you@example.com"})
+    return render(request, "shop/storefront.html", storefront_context(form))
 
 
-def recent_orders(request: HttpRequest) -> HttpResponse:
-    """The list alone; the page fetches it every second."""
-    return render(request, "shop/orders.html", {"orders": orders_with_state()})
+def now(request: HttpRequest) -> HttpResponse:
+    """How things stand; the storefront fetches it every second."""
+    return render(request, "shop/now.html", now_context())
+
+
+def order_page(request: HttpRequest, pk: int) -> HttpResponse:
+    return render(request, "shop/order.html", order_context(pk))
+
+
+def order_story(request: HttpRequest, pk: int) -> HttpResponse:
+    """What its events do; the page of the order fetches it every second."""
+    return render(request, "shop/story.html", order_context(pk))
 
 
 def storefront_context(form: OrderForm) -> dict[str, Any]:
+    last_change = PriceChange.objects.filter(product=OuterRef("pk")).order_by("-pk")
+    products = Product.objects.annotate(old_price=Subquery(last_change.values("old")[:1]))
     return {
         "form": form,
-        "products": Product.objects.order_by("pk"),
+        "products": products.order_by("pk"),
         "cards": Card.choices,
-        "orders": orders_with_state(),
+        "report": DailyReport.objects.order_by("-day").first(),
+        **now_context(),
     }
 
 
-def orders_with_state() -> list[tuple[Order, str]]:
-    """A declined order is one whose event ended among the dead letters."""
-    orders = Order.objects.select_related("product").order_by("-pk")[:RECENT]
-    declined = {dead.key for dead in dead_letters.list(type="order.placed")}
-    return [(order, "declined" if order.key in declined else order.status) for order in orders]
+def now_context() -> dict[str, Any]:
+    return {
+        "payments_work": PaymentProvider.answers(),
+        "breaker": next(each for each in breakers.list() if each.handler == "shop.charge_card"),
+        "dead": DeadEvent.objects.count(),
+        "dead_letters_url": dead_letters_url(),
+        "queued": QueuedEvent.objects.count(),
+        "has_worker": EventWorker.objects.filter(expires_at__gt=Now()).exists(),
+        "stories": stories(Order.objects.order_by("-pk")[:RECENT]),
+    }
+
+
+def order_context(pk: int) -> dict[str, Any]:
+    order = get_object_or_404(Order, pk=pk)
+    return {
+        "story": stories(Order.objects.filter(pk=order.pk))[0],
+        "payments_work": PaymentProvider.answers(),
+        "dead_letters_url": dead_letters_url(),
+    }
+
+
+def dead_letters_url() -> str:
+    """Their page in the admin, unless the project has taken it away."""
+    try:
+        return reverse("admin:django_eventbus_deadevent_changelist")
+    except NoReverseMatch:
+        return reverse("admin:index")

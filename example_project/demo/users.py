@@ -1,0 +1,16 @@
+"""Two who may enter the admin: one may do everything, one may only look."""
+
+from django.contrib.auth import get_user_model
+from django.contrib.auth.models import Permission
+
+ADMIN = ("admin", "admin")
+VIEWER = ("viewer", "viewer")
+
+
+def create_users() -> None:
+    users = get_user_model().objects
+    name, password = ADMIN
+    users.create_superuser(name, f"{name}@example.com", password)
+    name, password = VIEWER
+    viewer = users.create_user(name, f"{name}@example.com", password, is_staff=True)
+    viewer.user_permissions.set(Permission.objects.filter(codename__startswith="view_"))
