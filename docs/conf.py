@@ -7,9 +7,8 @@ author = "django-eventbus contributors"
 copyright = f"2026, {author}"
 release = metadata.version(project)
 
-extensions = ["myst_parser", "sphinx_copybutton", "sphinxcontrib.mermaid"]
+extensions = ["myst_parser", "sphinx_copybutton"]
 myst_enable_extensions = ["colon_fence"]
-myst_fence_as_directive = ["mermaid"]  # so that GitHub draws the same diagrams
 myst_heading_anchors = 3
 copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor output
 
