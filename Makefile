@@ -1,19 +1,23 @@
-# `make` alone lists the targets. ARGS goes to pytest: make test-sqlite ARGS="-k claim"
+# `make` alone lists the targets. ARGS goes to pytest, or to the demo: make test-sqlite ARGS="-k claim"
 
 BASE_PYTHON ?= python3
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --quiet --disable-pip-version-check
-PYTEST := $(PYTHON) -m pytest $(ARGS)
+# Three at a time: most tests of processes wait for something.
+PYTEST := $(PYTHON) -m pytest --numprocesses 3 --dist worksteal $(ARGS)
 
 # Stamps: an extra is installed again when pyproject.toml changed.
 TEST_READY := $(VENV)/.test-ready
+BROWSER_READY := $(VENV)/.browser-ready
 DEV_READY := $(VENV)/.dev-ready
 DOCS_READY := $(VENV)/.docs-ready
 
 .DEFAULT_GOAL := help
+.SECONDEXPANSION:
 .NOTPARALLEL:
-.PHONY: help test test-sqlite test-postgresql test-mariadb demo demo-check lint types docs bench dev clean
+.PHONY: help test test-sqlite test-postgresql test-mariadb test-browser screenshots faults demo demo-check
+.PHONY: lint types docs messages bench dev clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,11 +42,58 @@ test-mariadb: $(TEST_READY) ## on EVENTBUS_TEST_MARIADB_URL, else on 127.0.0.1:3
 		EVENTBUS_TEST_DB=mariadb $(PYTEST); \
 	fi
 
-demo: $(TEST_READY) ## the example shop with events flowing
-	$(PYTHON) example_project/run.py
+# Chromium is driven where it is, by its path: Playwright downloads none. These tests have a process
+# of their own, because Playwright's event loop would make all others look asynchronous.
+CHROMIUM ?= $(shell command -v chromium)
+BROWSER = EVENTBUS_TEST_DB=postgresql CHROMIUM="$(CHROMIUM)" $(PYTHON) -m pytest --ds tests.browser.settings $(ARGS)
 
-demo-check: $(TEST_READY) ## run the example shop for a moment and check its books
-	$(PYTHON) example_project/run.py --check
+test-browser: $(if $(CHROMIUM),$(BROWSER_READY)) ## the admin in a real browser, and under another theme
+ifeq ($(CHROMIUM),)
+	@echo "skipped: there is no chromium (Debian: apt-get install chromium; else CHROMIUM=/path/to/it)"
+else
+	$(BROWSER) tests/browser
+	$(PYTHON) -m pytest --ds tests.unfold.settings tests/unfold $(ARGS)
+endif
+
+screenshots: $(BROWSER_READY) ## take the pictures of the documentation anew
+	$(BROWSER) tests/browser/screenshots.py
+
+messages: $(TEST_READY) ## collect the texts to be translated, and compile what is (needs gettext)
+	cd django_eventbus && ../$(PYTHON) -m django makemessages --all --no-wrap --no-location --no-obsolete
+	cd django_eventbus && ../$(PYTHON) -m django compilemessages
+
+# Bounded, for every change. The full ones:
+# make faults KILLS=100 EVENTS=20000 ROWS=1000000 SOAK=1800 ROUNDS=4
+KILLS ?= 10
+EVENTS ?= 2000
+CRASHES ?= 10
+ROWS ?= 200000
+SOAK ?= 300
+ROUNDS ?= 1
+FAULTS = EVENTBUS_FAULT_KILLS=$(KILLS) EVENTBUS_FAULT_EVENTS=$(EVENTS) \
+	EVENTBUS_FAULT_CRASHES=$(CRASHES) EVENTBUS_FAULT_ROWS=$(ROWS) EVENTBUS_FAULT_SECONDS=$(SOAK) \
+	EVENTBUS_FAULT_ROUNDS=$(ROUNDS)
+
+faults: $(TEST_READY) ## the long faults: kills, crashes, failovers, a soak
+	EVENTBUS_TEST_DB=postgresql $(FAULTS) $(PYTHON) -m pytest $(ARGS) tests/faults tests/store/test_model.py -m long -o faulthandler_timeout=3600
+	EVENTBUS_TEST_DB=sqlite $(FAULTS) $(PYTHON) -m pytest $(ARGS) tests/faults/test_kills.py -m long -o faulthandler_timeout=3600
+	@if ! $(PYTHON) -c 'import MySQLdb' 2>/dev/null; then \
+		echo "skipped: the faults of MariaDB, its driver is not installed (make test-mariadb does it)"; \
+	else \
+		EVENTBUS_TEST_DB=mariadb $(FAULTS) $(PYTHON) -m pytest $(ARGS) tests/faults/test_kills.py \
+			tests/faults/test_mariadb.py -m long -o faulthandler_timeout=3600; \
+	fi
+
+# The first thing a visitor tries: it installs no more than it needs.
+DB ?= sqlite
+DEMO_READY = $(if $(filter sqlite postgres,$(DB)),$(VENV)/.demo-$(DB)-ready,$(error DB is sqlite or postgres, not $(DB)))
+DEMO = $(PYTHON) example_project/run.py --database $(DB) $(ARGS)
+
+demo: $$(DEMO_READY) ## the example shop with events flowing; DB=postgres brings a PostgreSQL
+	@$(DEMO)
+
+demo-check: $$(DEMO_READY) ## run the example shop for 30 seconds and check its books; DB=postgres too
+	$(DEMO) --check
 
 lint: $(DEV_READY) ## ruff: rules and format
 	$(PYTHON) -m ruff check .
@@ -69,8 +120,20 @@ $(PYTHON):
 		"Name another one: make BASE_PYTHON=python3.12")'
 	$(BASE_PYTHON) -m venv $(VENV)
 
+$(VENV)/.demo-sqlite-ready: pyproject.toml | $(PYTHON)
+	$(PIP_INSTALL) -e ".[cron]"
+	@touch $@
+
+$(VENV)/.demo-postgres-ready: pyproject.toml | $(PYTHON)
+	$(PIP_INSTALL) -e ".[cron,embedded-postgres]"
+	@touch $@
+
 $(TEST_READY): pyproject.toml | $(PYTHON)
 	$(PIP_INSTALL) -e ".[test]"
+	@touch $@
+
+$(BROWSER_READY): pyproject.toml | $(PYTHON)
+	$(PIP_INSTALL) -e ".[browser]"
 	@touch $@
 
 $(DEV_READY): pyproject.toml | $(PYTHON)
