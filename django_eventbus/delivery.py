@@ -34,6 +34,7 @@ from django_eventbus.registry import Handler, did_you_mean, registry
 from django_eventbus.retries import RetryPolicy
 from django_eventbus.signals import delivery_failed, delivery_succeeded, event_dead_lettered
 from django_eventbus.store import (
+    CONFLICT_RETRIES,
     Completed,
     Finished,
     Held,
@@ -282,7 +283,11 @@ class Deliverer:
             self._committed(batch, progress, settlement)
 
     def _run_unit(
-        self, batch: Batch, progress: Progress, handlers: list[Handler]
+        self,
+        batch: Batch,
+        progress: Progress,
+        handlers: list[Handler],
+        chances: int = CONFLICT_RETRIES,
     ) -> Settlement | None:
         """None if the event is not ours any more."""
         settlement: Settlement | None = None
@@ -307,6 +312,10 @@ class Deliverer:
             guilty = progress.current
             if guilty is None or is_shortage(error):
                 raise
+            handlers_are_done = settlement is not None
+            if handlers_are_done and chances and self.store.is_conflict(error):
+                # A deadlock of ours, no failure of theirs: InnoDB locks gaps at REPEATABLE READ.
+                return self._run_unit(batch, progress, handlers, chances - 1)
             cause = error.__cause__ if isinstance(error, GroupLostError) else None
             self._failed(progress, guilty, cause or error, time.monotonic())
             settlement = progress.settlement()

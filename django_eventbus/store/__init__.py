@@ -10,7 +10,13 @@ from django_eventbus.store.figures import Sample
 from django_eventbus.store.gates import Entry, Report
 from django_eventbus.store.mariadb import MariaDBStore
 from django_eventbus.store.postgresql import PostgreSQLStore
-from django_eventbus.store.rows import Clock, is_shortage, is_trouble, until_opened
+from django_eventbus.store.rows import (
+    CONFLICT_RETRIES,
+    Clock,
+    is_shortage,
+    is_trouble,
+    until_opened,
+)
 from django_eventbus.store.settlements import (
     Completed,
     Finished,
@@ -24,6 +30,7 @@ from django_eventbus.store.sqlite import SQLiteStore
 from django_eventbus.store.triggers import RowTrigger
 
 __all__ = [
+    "CONFLICT_RETRIES",
     "Clock",
     "Completed",
     "Entry",

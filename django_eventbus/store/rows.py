@@ -164,7 +164,7 @@ class Rows:
     def atomic(self) -> Any:
         return transaction.atomic(using=self.using)
 
-    def is_conflict(self, error: OperationalError) -> bool:
+    def is_conflict(self, error: Exception) -> bool:
         code = getattr(error.__cause__, "sqlstate", None) or (error.args and error.args[0])
         return code in self.conflicts
 

@@ -15,7 +15,7 @@ from tests.faults import invariants
 from tests.faults.journal import FAIL, OK, UNKNOWN, ProducerJournal
 from tests.faults.proxy import AFTER, BEFORE, LATE, commits, says, through
 from tests.shop.models import Effect
-from tests.threads import in_thread
+from tests.threads import in_thread, somebody_waits_for_a_lock
 from tests.workers import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -38,15 +38,6 @@ def effects_of(name):
 
 def nothing_is_held():
     return not EventLane.objects.exists() and not QueuedEvent.objects.exists()
-
-
-def somebody_waits_for_a_lock():
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "SELECT 1 FROM pg_stat_activity "
-            "WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        )
-        return cursor.fetchone()
 
 
 def publish_noting(journal, event_id, *, own_transaction):
