@@ -253,6 +253,8 @@ def test_a_purge_walks_the_log_from_its_old_end(status, index):
             id=n,
             namespace="default",
             type="x",
+            # Rows of some size: what fits on a few pages, PostgreSQL rather reads whole.
+            payload="x" * 1500,
             queue="default",
             created_at=long_ago,
             status="COMPLETED" if n % 100 else "FAILED",
