@@ -8,18 +8,22 @@ from django.db import connection
 from tests.faults import server as servers
 from tests.faults.proxy import Pooler, Proxy, server_address
 
-FIGURES = pytest.StashKey()
-
-
 @pytest.fixture
 def figures(request):
     """Say what was done, with numbers; it stands in the summary of the run."""
-    told = request.config.stash.setdefault(FIGURES, [])
-    return lambda text: told.append(f"{request.node.name}: {text}")
+    return lambda text: request.node.user_properties.append(("figures", text))
 
 
-def pytest_terminal_summary(terminalreporter, config):
-    if told := config.stash.get(FIGURES, []):
+def pytest_terminal_summary(terminalreporter):
+    reports = [each for some in terminalreporter.stats.values() for each in some]
+    told = [
+        f"{report.location[2]}: {text}"
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, text in report.user_properties
+        if name == "figures"
+    ]
+    if told:
         terminalreporter.section("faults: what was done")
         for line in told:
             terminalreporter.write_line(line)
