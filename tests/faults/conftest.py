@@ -8,6 +8,7 @@ from django.db import connection
 from tests.faults import server as servers
 from tests.faults.proxy import Pooler, Proxy, server_address
 
+
 @pytest.fixture
 def figures(request):
     """Say what was done, with numbers; it stands in the summary of the run."""
