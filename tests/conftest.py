@@ -1,3 +1,4 @@
+import signal
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -9,6 +10,11 @@ from django_eventbus.store import store_for
 from django_eventbus.testing import isolated_handlers
 from django_eventbus.worker import WorkerOptions, new_registration
 from tests.workers import start_worker  # noqa: F401 - a fixture
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So it is in a run in the background, and in all processes that tests start: none of them
+    # would hear of a Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
