@@ -271,8 +271,11 @@ class Admission:
     def hold_back_again(self, progress: Progress) -> None:
         """Time has passed since the event was let in: a gate may have been shut. Coroutines have
         been started already."""
-        if self.gates.view.shut:
-            plain = [each for each in progress.outside if not each.is_async]
+        plain = [each for each in progress.outside if not each.is_async]
+        gate_id = self.gates.gate_before(progress.event.type)
+        if plain and gate_id is not None:
+            progress.hold(plain, until_opened(gate_id))
+        elif self.gates.view.shut:
             self._hold_shut(progress, plain)
 
     def _hold_shut(self, progress: Progress, handlers: Collection[Handler]) -> None:

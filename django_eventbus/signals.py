@@ -7,11 +7,12 @@ cannot harm an event.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from django.dispatch import Signal, receiver
@@ -44,52 +45,96 @@ breaker_closed = Signal()
 
 
 class Sparingly:
-    """Lets a thing be said at once, and then only now and then, with how often it happened."""
+    """Says a thing at once; what follows within ``every`` seconds it says together, at their end
+    or with the process. Nothing that happened stays unsaid."""
 
-    def __init__(self, every: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        say: Callable[[str, int, str], None],
+        every: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        later: Callable[[float, Callable[[], None]], None] | None = None,
+    ) -> None:
+        self._say = say
         self._every = every
         self._clock = clock
+        self._later = later or _in_a_thread
         self._lock = threading.Lock()
-        self._quiet_until: dict[str, float] = {}
-        self._unsaid: Counter[str] = Counter()
+        self._held: dict[str, _Held] = {}
+        atexit.register(self.flush)
 
-    def times(self, what: str) -> int:
-        """How often it has happened since it was last said; 0 if it is not to be said now."""
+    def note(self, what: str, last: str) -> None:
+        """It has happened once more, and ``last`` is what tells this time from others."""
         with self._lock:
-            self._unsaid[what] += 1
-            now = self._clock()
-            if now < self._quiet_until.get(what, now):
-                return 0
-            self._quiet_until[what] = now + self._every
-            return self._unsaid.pop(what)
+            now, held = self._clock(), self._held.get(what)
+            if held is not None and now < held.until:
+                held.times, held.last = held.times + 1, last
+                if held.times == 1:
+                    self._later(held.until - now, self.flush)
+                return
+            # A process that was forked meanwhile has what was held, but no thread to say it.
+            times = 1 + (held.times if held else 0)
+            self._held[what] = _Held(now + self._every)
+        self._say(what, times, last)
+
+    def flush(self) -> None:
+        """Say all that is held."""
+        with self._lock:
+            unsaid = [(what, held) for what, held in self._held.items() if held.times]
+            for what, _held in unsaid:
+                self._held[what] = _Held(self._clock() + self._every)
+        for what, held in unsaid:
+            self._say(what, held.times, held.last)
+
+
+@dataclass(slots=True)
+class _Held:
+    until: float
+    times: int = 0
+    last: str = ""
+
+
+def _in_a_thread(seconds: float, action: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+
+
+def _say_dropped(limit: str, times: int, last: str) -> None:
+    _log_pressure(logging.WARNING, "dropped", limit, times, last)
+
+
+def _say_coalesced(limit: str, times: int, last: str) -> None:
+    _log_pressure(logging.INFO, "coalesced", limit, times, last)
+
+
+def _log_pressure(level: int, done: str, limit: str, times: int, last: str) -> None:
+    logger.log(
+        level,
+        "%s %s %s under the limit %s, the last a %s",
+        times,
+        "event" if times == 1 else "events",
+        done,
+        limit,
+        one_line(last),
+        extra={"limit": limit, "event_type": last, done: times},
+    )
 
 
 LOG_PRESSURE_EVERY = 10.0
-_drops, _merges = Sparingly(LOG_PRESSURE_EVERY), Sparingly(LOG_PRESSURE_EVERY)
+_drops = Sparingly(_say_dropped, LOG_PRESSURE_EVERY)
+_merges = Sparingly(_say_coalesced, LOG_PRESSURE_EVERY)
 
 
 @receiver(event_dropped)
 def log_dropped(sender: Any, *, event: Any, limit: str, **kwargs: Any) -> None:
-    if times := _drops.times(limit):
-        logger.warning(
-            "%s events dropped under the limit %s, the last a %s",
-            times,
-            limit,
-            one_line(event.type),
-            extra={"limit": limit, "event_type": event.type, "dropped": times},
-        )
+    _drops.note(limit, event.type)
 
 
 @receiver(event_coalesced)
 def log_coalesced(sender: Any, *, event: Any, limit: str, **kwargs: Any) -> None:
-    if times := _merges.times(limit):
-        logger.info(
-            "%s events coalesced under the limit %s, the last a %s",
-            times,
-            limit,
-            one_line(event.type),
-            extra={"limit": limit, "event_type": event.type, "coalesced": times},
-        )
+    _merges.note(limit, event.type)
 
 
 @receiver(delivery_failed)

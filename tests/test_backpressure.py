@@ -1,5 +1,7 @@
 """Limits: which one an event is under, and what each policy does when it is reached. M16."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -177,24 +179,66 @@ def test_what_is_dropped_is_none_and_counted(settings, told, many):
     assert told == [("dropped", 3, "ticks")]
 
 
-@pytest.mark.parametrize("overflow", ["drop", "coalesce"])
+@pytest.mark.parametrize(("overflow", "said"), [("drop", "_drops"), ("coalesce", "_merges")])
 def test_what_is_dropped_or_coalesced_is_logged_but_not_line_by_line(
-    settings, capture, monkeypatch, overflow
+    settings, capture, monkeypatch, overflow, said
 ):
-    monkeypatch.setattr(signals, "_drops", Sparingly(3600))
-    monkeypatch.setattr(signals, "_merges", Sparingly(3600))
+    sparingly = Sparingly(getattr(signals, said)._say, 3600)
+    monkeypatch.setattr(signals, said, sparingly)
     limited(settings, ticks=at_most(1, overflow))
     for number in range(5):
         publish("tick", number, queue="ticks")
-    (line,) = [each.getMessage() for each in capture.records]
-    assert "under the limit ticks, the last a tick" in line
+    lines = [each.getMessage() for each in capture.records]
+    sparingly.flush()
+    lines.append(capture.records[-1].getMessage())
+    done = {"drop": "dropped", "coalesce": "coalesced"}[overflow]
+    assert lines == [
+        f"1 event {done} under the limit ticks, the last a tick",
+        f"3 events {done} under the limit ticks, the last a tick",
+    ]
 
 
-def test_something_is_said_at_once_and_then_now_and_then_with_how_often(clock):
-    said = Sparingly(10, clock=lambda: clock.now.timestamp())
-    assert [said.times("a"), said.times("a"), said.times("b"), said.times("a")] == [1, 0, 1, 0]
+def test_something_is_said_at_once_and_what_follows_together_after_a_while(clock):
+    said, promised = [], []
+    sparingly = Sparingly(
+        lambda *facts: said.append(facts),
+        10,
+        clock=lambda: clock.now.timestamp(),
+        later=lambda seconds, action: promised.append((seconds, action)),
+    )
+    for last in "xyz":
+        sparingly.note("a", last)
+        clock.tick(2)
+    sparingly.note("b", "w")
+    assert said == [("a", 1, "x"), ("b", 1, "w")]
+    ((seconds, action),) = promised
+    assert seconds == 8
+    action()
+    assert said[2:] == [("a", 2, "z")]
+    sparingly.note("a", "v")
+    assert len(said) == 3
     clock.tick(10)
-    assert [said.times("a"), said.times("a"), said.times("b")] == [3, 0, 1]
+    sparingly.note("a", "u")  # whoever promised to say it is gone, as after a fork
+    assert said[3:] == [("a", 2, "u")]
+    clock.tick(10)
+    sparingly.flush()
+    assert len(said) == 4
+
+
+def test_a_process_that_ends_says_first_what_it_has_not_said_yet():
+    code = """
+from types import SimpleNamespace
+from django.conf import settings
+settings.configure()
+from django_eventbus.signals import event_dropped
+for _ in range(5):
+    event_dropped.send(None, event=SimpleNamespace(type="tick"), limit="ticks")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stderr.splitlines() == [
+        "1 event dropped under the limit ticks, the last a tick",
+        "4 events dropped under the limit ticks, the last a tick",
+    ]
 
 
 def test_a_dropped_event_is_not_announced_as_published(settings):

@@ -250,6 +250,26 @@ def test_a_pause_is_effective_before_the_batch_is_over(ran):
     assert QueuedEvent.objects.filter(attempts=0, deliveries__isnull=True).count() == 2
 
 
+def test_a_type_paused_in_the_middle_of_a_batch_stops_its_other_events(ran):
+    """Also for the handler that is still to come of an event that another has done with."""
+    note(ran, "books")
+
+    @handler("x", name="mails", atomic=False)
+    def mail(event):
+        ran.append(("mails", event.payload))
+        gates.pause(type="*")
+
+    publish_many(("x", n) for n in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("django_eventbus.admission.LOOK_EVERY", 0.0)
+        drain()
+    assert ran == [("books", 0), ("books", 1), ("books", 2), ("mails", 0)]
+    gates.resume(type="*")
+    drain()
+    assert sorted(ran[4:]) == [("mails", 1), ("mails", 2)]
+    assert set(EventLog.objects.values_list("status", "errors")) == {("COMPLETED", None)}
+
+
 def test_a_queue_paused_in_the_middle_of_a_batch_gives_the_rest_back(ran):
     @handler("x", name="mails", atomic=False)
     def mail(event):

@@ -1,14 +1,18 @@
 """SQLite in WAL mode, with no other infrastructure (M31)."""
 
+import queue
 import threading
 
 import pytest
-from django.db import connection, connections
+from django.db import OperationalError, connection, connections
 
 from django_eventbus import handler, publish, publish_many
 from django_eventbus.models import EventLog
+from django_eventbus.store import store_for
 from tests.bus import drain
 from tests.shop.models import Effect
+from tests.threads import in_thread
+from tests.workers import eventually
 
 pytestmark = [
     pytest.mark.django_db(transaction=True),
@@ -72,3 +76,27 @@ def test_a_handler_that_writes_holds_the_one_write_lock():
     publish("x", {})
     drain(max_events=1)
     assert "locked" in str(failures[0])
+
+
+def test_a_listener_that_meets_an_error_listens_again(capture):
+    """Else its worker would be deaf, and wait out every poll interval."""
+    told, stopped = queue.SimpleQueue(), threading.Event()
+
+    def listen():
+        errors = iter([OperationalError("disk I/O error")])
+
+        def fail_once(execute, *args):
+            for error in errors:
+                raise error
+            return execute(*args)
+
+        with connection.execute_wrapper(fail_once):
+            store_for().listen(lambda: told.put(None), stopped)
+
+    with in_thread(listen):
+        try:
+            told.get(timeout=60)  # it begins again with a look
+            eventually(lambda: publish("x", {}) and not told.empty())
+        finally:
+            stopped.set()
+    assert "listening for events failed, polling goes on" in capture.text

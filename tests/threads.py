@@ -1,16 +1,10 @@
 """Something done in another thread, on connections of its own, and who waits for whom."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from django.db import connection, connections
-
-WAITING = {
-    "postgresql": "SELECT 1 FROM pg_stat_activity "
-    "WHERE datname = current_database() AND wait_event_type = 'Lock'",
-    "mysql": "SELECT 1 FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'",
-}
-
 
 @contextmanager
 def in_thread(function, *args, **kwargs):
@@ -26,5 +20,16 @@ def in_thread(function, *args, **kwargs):
 
 def somebody_waits_for_a_lock():
     with connection.cursor() as cursor:
-        cursor.execute(WAITING[connection.vendor])
-        return cursor.fetchone()
+        if connection.vendor == "postgresql":
+            cursor.execute(
+                "SELECT 1 FROM pg_stat_activity "
+                "WHERE datname = current_database() AND wait_event_type = 'Lock'"
+            )
+            return cursor.fetchone()
+        # Not from information_schema.innodb_trx: that is a copy, and is not renewed while somebody
+        # keeps asking for it.
+        cursor.execute("SHOW ENGINE INNODB STATUS")
+        _deadlocks_of_the_past, transactions = cursor.fetchone()[2].split("\nTRANSACTIONS\n")
+        waiting = set(map(int, re.findall(r"LOCK WAIT.*?thread id (\d+)", transactions, re.DOTALL)))
+        cursor.execute("SELECT id FROM information_schema.processlist WHERE db = database()")
+        return waiting & {session for (session,) in cursor.fetchall()}

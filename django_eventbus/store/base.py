@@ -6,6 +6,7 @@ claim changes nothing. The database's clock decides; tests inject another.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
@@ -17,6 +18,7 @@ from django.db import NotSupportedError
 from django.db.models import Case, F, Min, QuerySet, TextField, Value, When
 from django.db.models.functions import Cast
 
+from django_eventbus import failures
 from django_eventbus.conf import settings
 from django_eventbus.events import Claim, ClaimedEvent
 from django_eventbus.exceptions import ClaimLostError, WorkerEvictedError
@@ -41,8 +43,13 @@ from django_eventbus.store.settlements import (
 )
 from django_eventbus.store.triggers import RowTrigger
 
+logger = logging.getLogger(__name__)
+
 PROMOTE_CHUNK = 1000
 ROUTE_CHUNK = 1000
+LISTENER_CHECK = 10.0
+FIRST_LISTEN_WAIT = 0.1
+LONGEST_LISTEN_WAIT = 30.0
 
 #: The columns a claim brings, in the order of ClaimedEvent's fields after ``claim``.
 CLAIM_COLUMNS = (
@@ -388,7 +395,27 @@ class Store(Inserting, Log, Gates, Recovery, Schedules, Groups, Minutes, Figures
         """Tell waiting workers that there is something to do."""
 
     def listen(self, tell: Callable[[], None], stopped: threading.Event) -> None:
-        """Call ``tell`` whenever there may be something to do, until stopped."""
+        """Call ``tell`` whenever there may be something to do, until stopped. After each trouble
+        it begins again, with a tell."""
+        wait = FIRST_LISTEN_WAIT
+        while self.hears and not stopped.is_set():
+            began = time.monotonic()
+            try:
+                self._listen_once(tell, stopped)
+            except Exception as error:
+                logger.warning(
+                    "listening for events failed, polling goes on: %s", failures.in_a_line(error)
+                )
+            finally:
+                self.connection.close()
+            if time.monotonic() - began > LISTENER_CHECK:
+                wait = FIRST_LISTEN_WAIT  # it went well for a while
+            stopped.wait(wait)
+            wait = min(wait * 2, LONGEST_LISTEN_WAIT)
+            tell()
+
+    def _listen_once(self, tell: Callable[[], None], stopped: threading.Event) -> None:
+        """Until stopped, or until there is trouble."""
 
 
 _SMOOTHLY = Finished(row_id=0, deliveries=None, errors=[])

@@ -26,6 +26,7 @@ from django_eventbus.failpoints import reached
 from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
 from django_eventbus.store.base import (
     CLAIM_COLUMNS,
+    LISTENER_CHECK,
     ROUTE_CHUNK,
     Store,
     expect,
@@ -50,10 +51,7 @@ SWEEP_EVERY = 1.0
 #: So many events of a key are taken at a time while other keys wait.
 RUN_LENGTH = 32
 ROUTED_AT_LEAST = 500
-LISTENER_CHECK = 10.0
 LISTENER_ANSWER = 5.0
-FIRST_LISTEN_WAIT = 0.1
-LONGEST_LISTEN_WAIT = 30.0
 
 # The conditions are those of the index eventbus_ready, plus the status, which is in no index (a
 # claim changes it, and would then have to write every index anew).
@@ -496,25 +494,11 @@ class PostgreSQLStore(Store):
         return known
 
     def listen(self, tell: Callable[[], None], stopped: threading.Event) -> None:
-        """Listen on a connection of its own; after each trouble begin again with a tell."""
-        if not settings.NOTIFY:
-            return
-        wait = FIRST_LISTEN_WAIT
-        while not stopped.is_set():
-            began = time.monotonic()
-            try:
-                self._listen_once(tell, stopped)
-            except Exception as error:
-                logger.warning(
-                    "listening for events failed, polling goes on: %s", failures.in_a_line(error)
-                )
-            if time.monotonic() - began > LISTENER_CHECK:
-                wait = FIRST_LISTEN_WAIT  # it went well for a while
-            stopped.wait(wait)
-            wait = min(wait * 2, LONGEST_LISTEN_WAIT)
-            tell()
+        if settings.NOTIFY:
+            super().listen(tell, stopped)
 
     def _listen_once(self, tell: Callable[[], None], stopped: threading.Event) -> None:
+        """On a connection that is used for nothing else."""
         channel = self._known_channel()
         raw = self.connection.get_new_connection(self.connection.get_connection_params())
         try:
@@ -534,7 +518,6 @@ class PostgreSQLStore(Store):
                     checked = time.monotonic()
         finally:
             raw.close()
-            self.connection.close()
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ class SQLiteStore(Store):
     def _to_datetime(self, value: Any) -> datetime:
         return datetime.fromisoformat(value).replace(tzinfo=UTC)
 
-    def listen(self, tell: Callable[[], None], stopped: threading.Event) -> None:
+    def _listen_once(self, tell: Callable[[], None], stopped: threading.Event) -> None:
         """``data_version`` moves when another connection commits; asking costs microseconds."""
         with self.connection.cursor() as cursor:
             seen = None
