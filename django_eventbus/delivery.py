@@ -110,6 +110,13 @@ class Deliverer:
         batch.unstarted += waiting
         self._give_back(batch)
         self.ride_out(self.admission.end)
+        if batch.tally.lost:
+            logger.warning(
+                "%s of %s events are not held here any more: others took them over, and what was "
+                "done for them here was rolled back; or they were settled, and the answer was lost",
+                batch.tally.lost,
+                len(events),
+            )
         return batch.tally
 
     def _halted(self, batch: Batch) -> bool:

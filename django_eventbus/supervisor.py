@@ -241,7 +241,7 @@ class Supervisor:
             "worker process %s ended with %s; %s events are back in the queue",
             child.process.pid,
             _described(code),
-            recovered,
+            recovered or 0,
         )
         if self.stopping:
             # One that had not yet come up dies of the signal that asks the others to finish.

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 PROMOTE_EVERY = 0.1
 RECOVER_EVERY = 1.0
-LOOK_FOR_ORPHANS_EVERY = 600.0
+LOOK_FOR_ORPHANS_EVERY = 60.0
 FIRST_BATCH = 20
 BATCH_SECONDS = 1.0
 CLAIM_AHEAD_BELOW = 0.1
@@ -90,6 +90,8 @@ class Worker:
         self.clock = clock
         self.tally = Tally()
         self.evicted = self.worn_out = False
+        #: When a thread of this process last looked through the whole queue.
+        self.orphans_sought = float("-inf")
         self._stopping = False
         #: Tokens of the claims that a thread here is busy with, or will be.
         self.claims: set[uuid.UUID] = set()
@@ -207,7 +209,7 @@ class WorkerLoop:
         self._promoted = self._recovered = 0.0
         #: Claims that may have been made although we do not know of it, and when to look for them.
         self._in_doubt: dict[uuid.UUID, float] = {}
-        self._orphans_sought = self._forgotten_sought = float("-inf")
+        self._forgotten_sought = float("-inf")
         self._session: Any = None
         self._next: Future[list[ClaimedEvent]] | None = None
         self._claimer = ThreadPoolExecutor(1, thread_name_prefix=f"eventbus-claim-{index}")
@@ -355,8 +357,8 @@ class WorkerLoop:
             self._recovered = now
             self.store.forget_marks()
             recovered = self.store.recover()
-            if now - self._orphans_sought >= LOOK_FOR_ORPHANS_EVERY:
-                self._orphans_sought = now
+            if now - self.worker.orphans_sought >= LOOK_FOR_ORPHANS_EVERY:
+                self.worker.orphans_sought = now
                 recovered += self.store.recover_orphans()
             if now - self._forgotten_sought >= settings.ABANDON_AFTER and self._is_reconnected():
                 self._forgotten_sought = now

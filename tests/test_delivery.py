@@ -753,7 +753,7 @@ def test_a_group_is_cut_when_it_holds_many_savepoints(transactional_db, monkeypa
     assert committed[:7] == [0, 1, 2, 3, 4, 5, "seven runs"]
 
 
-def test_a_lost_claim_commits_nothing_of_its_group(transactional_db):
+def test_a_lost_claim_commits_nothing_of_its_group(transactional_db, capture):
     """Fencing: another worker took one of the events while its handler ran."""
 
     @handler("x", name="h")
@@ -768,6 +768,7 @@ def test_a_lost_claim_commits_nothing_of_its_group(transactional_db):
     if connection.vendor == "sqlite":
         pytest.skip("SQLite has one writer: nobody can steal while the group's transaction is open")
     drain(max_events=2)
+    assert "1 of 3 events are not held here any more" in capture.text
     assert notes() == ["0", "2"]
     stolen = QueuedEvent.objects.get(type="x")
     assert stolen.payload == 1
