@@ -36,8 +36,10 @@ class Batch:
     outside: list[Progress] = field(default_factory=list)
     unstarted: list[Progress] = field(default_factory=list)
     #: Lanes held, and for how many seconds those are blocked whose head failed.
-    lanes: set[int] = field(default_factory=set)
+    lanes: frozenset[int] = frozenset()
     blocked: dict[int, float] = field(default_factory=dict)
+    #: Nothing more is begun. For good: what comes later must not overtake what was passed over.
+    halted: bool = False
 
     def next_wave(self, waiting: list[Progress]) -> tuple[list[Progress], list[Progress]]:
         """Of each lane, events up to the first that cannot be finished inside a group."""
@@ -49,7 +51,6 @@ class Batch:
             if lane is None:
                 wave.append(each)
                 continue
-            self.lanes.add(lane)
             if lane in busy:
                 later.append(each)
                 continue

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
-from django_eventbus import failures
+from asgiref.sync import sync_to_async
+from django.db import Error, close_old_connections
+
+from django_eventbus import coroutines, failures
 from django_eventbus.conf import settings
+from django_eventbus.coroutines import AsyncLoop, Running
 from django_eventbus.deadlines import Watch
 from django_eventbus.events import Envelope, now_handling
 from django_eventbus.exceptions import EventBusError, HandlerTimeout
@@ -20,39 +22,8 @@ from django_eventbus.progress import Progress
 from django_eventbus.registry import Handler
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-LOOP_GRACE = 1.0
 NO_ROW = -1
-
-
-class AsyncLoop:
-    """An event loop in a thread of its own, started when the first coroutine comes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._loop.run_forever, name="eventbus-async", daemon=True
-                )
-                self._thread.start()
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def stop(self) -> None:
-        """A coroutine that blocks the loop for good stays behind with it."""
-        if self._loop is None or self._thread is None:
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(LOOP_GRACE)
-        if not self._thread.is_alive():
-            self._loop.close()
-        self._loop = None
 
 
 class Caller:
@@ -70,12 +41,18 @@ class Caller:
         now_handling(event.event_id)
         self.watch.start(event.row_id, handler.stored_name, handler.deadline)
         try:
-            reached("handler.before")
-            result = handler.func(envelope)
-            reached("handler.after")
-        finally:
+            try:
+                reached("handler.before")
+                result = handler.func(envelope)
+                reached("handler.after")
+            finally:
+                self.watch.stop()
+                now_handling(None)
+        except HandlerTimeout:
+            # It may have come on the way into stop(), which then did nothing.
             self.watch.stop()
             now_handling(None)
+            raise
         if result is not None and asyncio.iscoroutine(result):
             result.close()
             raise EventBusError(
@@ -84,7 +61,7 @@ class Caller:
 
     def start(
         self, progress: Progress, handler: Handler, turn: asyncio.Semaphore | None = None
-    ) -> Future[BaseException | None]:
+    ) -> Running:
         """Start an async handler, when it has its turn; ``collect`` waits for it."""
         envelope = _envelope(progress, handler)
 
@@ -95,25 +72,23 @@ class Caller:
                     await handler.func(envelope)
             except BaseException as error:
                 # Returned: a SystemExit that is raised would end the loop, and all that runs in it.
+                await _mend_connections_after(error)
                 return error
             return None
 
-        return self.loop.submit(run())
+        return self.loop.start(f"{handler.name} on {progress.event.event_id}", run)
 
-    def collect(
-        self, progress: Progress, handler: Handler, running: Future[BaseException | None]
-    ) -> None:
-        """Raises what the coroutine raised."""
-        # One that blocks its loop keeps its own timeout from firing; ours is the second.
-        self.watch.start(progress.event.row_id, handler.stored_name, handler.deadline + LOOP_GRACE)
+    def collect(self, progress: Progress, handler: Handler, running: Running) -> None:
+        """Raises what the coroutine raised, LoopBlockedError if another one was in its way."""
+        # One that blocks its loop keeps its own timeout from firing; ours is the second. The
+        # watch tells the supervisor what runs, and is the third.
+        within = handler.deadline + coroutines.GRACE
+        last = within + 2 * coroutines.GRACE
+        self.watch.start(progress.event.row_id, handler.stored_name, last)
         try:
-            try:
-                error = running.result()
-            finally:
-                self.watch.stop()
-        except BaseException:
-            running.cancel()
-            raise
+            error = self.loop.outcome(running, within=within)
+        finally:
+            self.watch.stop()
         if error is not None:
             raise error
 
@@ -128,6 +103,7 @@ class Caller:
                 finally:
                     self.watch.stop()
             except BaseException as error:
+                self.watch.stop()  # see call()
                 logger.error(
                     "the on_commit callback %s of a handler failed: %s",
                     failures.one_line(repr(hook)),
@@ -135,6 +111,15 @@ class Caller:
                 )
 
         return run
+
+
+async def _mend_connections_after(error: BaseException | None) -> None:
+    """In the thread where coroutines meet Django's ORM, which nobody else looks after: one lost
+    session would fail all that come after. Not after every handler: they share that thread."""
+    while error is not None and not isinstance(error, Error):
+        error = error.__cause__ or error.__context__
+    if error is not None:
+        await sync_to_async(close_old_connections)()
 
 
 def _envelope(progress: Progress, handler: Handler) -> Envelope[Any]:

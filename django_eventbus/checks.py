@@ -92,6 +92,14 @@ def check_admin(**kwargs: Any) -> list[CheckMessage]:
 
 
 @register(TAG)
+def check_time_zones(**kwargs: Any) -> list[CheckMessage]:
+    if django_settings.USE_TZ:
+        return []
+    wrong = "USE_TZ is off: the bus compares moments with those of the database, in UTC."
+    return [Error(wrong, hint="Set USE_TZ = True, which is Django's default.", id=_id("E006"))]
+
+
+@register(TAG)
 def check_databases(**kwargs: Any) -> list[CheckMessage]:
     if an_alias_list(settings.DATABASES) is not None:
         return []  # told as a wrong setting

@@ -22,8 +22,9 @@ def main(options: dict[str, Any], worker_id: uuid.UUID, memory: Any, lifeline: A
     django.setup()
 
     from django_eventbus.deadlines import Board
-    from django_eventbus.worker import Worker, WorkerOptions, end_of_process
+    from django_eventbus.worker import Worker, WorkerOptions, end_of_process, leave_pools
 
+    leave_pools()
     worker = Worker(WorkerOptions(**options), worker_id, Board(memory))
     signal.signal(signal.SIGTERM, worker.stop)
     # Ctrl-C reaches the whole process group; the supervisor decides what it means.

@@ -21,8 +21,9 @@ from django.db import Error
 from django_eventbus import failures
 from django_eventbus.admission import Admission
 from django_eventbus.batch import Batch, Tally
-from django_eventbus.calling import AsyncLoop, Caller, explained
+from django_eventbus.calling import Caller, explained
 from django_eventbus.conf import settings
+from django_eventbus.coroutines import AsyncLoop, LoopBlockedError
 from django_eventbus.deadlines import Watch
 from django_eventbus.events import ClaimedEvent
 from django_eventbus.exceptions import ClaimLostError, EventBusError
@@ -57,6 +58,7 @@ T = TypeVar("T")
 
 GROUP_SECONDS = 0.05
 GROUP_SAVEPOINTS = 50
+NOT_AT_ALL = 0.0
 
 
 @dataclass(slots=True)
@@ -94,7 +96,11 @@ class Deliverer:
 
     def deliver(self, events: list[ClaimedEvent]) -> Tally:
         """Run the handlers of a claim's events; give back what a shutdown leaves unstarted."""
-        batch = Batch(token=events[0].claim.token, queue=events[0].claim.queue)
+        batch = Batch(
+            token=events[0].claim.token,
+            queue=events[0].claim.queue,
+            lanes=frozenset(each.lane_id for each in events if each.lane_id is not None),
+        )
         self._together = settings.ATOMIC == "event"
         self.caller.watch.connection = self.store.connection
         waiting = []
@@ -120,7 +126,8 @@ class Deliverer:
         return batch.tally
 
     def _halted(self, batch: Batch) -> bool:
-        return self.stopping() or self.admission.gates.is_paused(batch.queue)
+        batch.halted |= self.stopping() or self.admission.gates.is_paused(batch.queue)
+        return batch.halted
 
     def _deliver_wave(self, batch: Batch, wave: list[Progress]) -> None:
         grouped = deque(each for each in wave if not each.event.crashes)
@@ -209,6 +216,9 @@ class Deliverer:
         except GroupLostError:
             raise
         except BaseException as error:
+            if group.savepoints > 1 and self.store.is_conflict(error):
+                # With the locks of those before it in the group, which alone it would not hold.
+                raise GroupLostError("a handler was the victim of a deadlock") from error
             try:
                 group.undo()
             except GroupLostError as lost:
@@ -376,8 +386,6 @@ class Deliverer:
         self.ride_out(lambda: self.store.recover_claim(token, error=record, ids=ids))
 
     def _bury(self, batch: Batch, event: ClaimedEvent) -> None:
-        if event.lane_id is not None:
-            batch.lanes.add(event.lane_id)
         settlement = crashed(event)
         batch.note(event, settlement)
         if self._settle_now(batch, settlement):
@@ -429,6 +437,8 @@ class Deliverer:
             for handler, started, future in running[id(progress)]:
                 try:
                     self.caller.collect(progress, handler, future)
+                except LoopBlockedError:
+                    progress.hold([handler], NOT_AT_ALL)
                 except BaseException as error:
                     self._failed(progress, handler, error, started)
                 else:

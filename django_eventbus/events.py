@@ -117,6 +117,8 @@ class Claim:
     worker_id: uuid.UUID
     namespace: str
     queue: str
+    #: The alias of its database.
+    using: str
     #: When its events were known here, by this process's stopwatch. Not when it was asked for: a
     #: clock that runs ahead of the database's would find handlers due that are not.
     answered_at: float = dataclasses.field(default_factory=time.monotonic)

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from django.core.exceptions import ValidationError
 from django.core.serializers.json import DjangoJSONEncoder
 from django.db import models
-from django.db.models.functions import Now
 from django.utils.timezone import get_default_timezone_name
 from django.utils.translation import gettext_lazy as _
 
+from django_eventbus.clock import DatabaseNow
 from django_eventbus.conf import settings
 from django_eventbus.cron import Misfire, faults
 from django_eventbus.events import LARGEST_STORED, MAX_NAME_LENGTH, uuid7
@@ -53,7 +53,7 @@ class EventFields(models.Model):
     caused_by = models.UUIDField(_("caused by"), null=True)
     attempts = models.PositiveIntegerField(_("attempts"), default=0)
     crashes = models.PositiveSmallIntegerField(_("crashes"), default=0)
-    created_at = models.DateTimeField(_("created at"), db_default=Now())
+    created_at = models.DateTimeField(_("created at"), db_default=DatabaseNow())
     # Since when it could be handled, if not since it was published: it had a delay, or came back
     # from the dead letters. Who measures how long it waits begins here. ``available_at`` of the
     # queue is the next moment to try it.
@@ -217,7 +217,7 @@ class EventLane(models.Model):
     namespace = models.CharField(_("namespace"), max_length=64)
     queue = models.CharField(_("queue"), max_length=64)
     key = models.CharField(_("key"), max_length=MAX_NAME_LENGTH)
-    ready_at = models.DateTimeField(_("ready at"), db_default=Now())
+    ready_at = models.DateTimeField(_("ready at"), db_default=DatabaseNow())
     # Moves with every event routed here, so that a lane is not deleted under a newcomer.
     version = models.PositiveIntegerField(_("version"), default=0)
     claim_token = models.UUIDField(_("claim token"), null=True)
@@ -279,8 +279,8 @@ class EventWorker(models.Model):
     host = models.CharField(_("host"), max_length=64)
     pid = models.PositiveIntegerField(_("process id"))
     queues = models.JSONField(_("queues"))
-    started_at = models.DateTimeField(_("started at"), db_default=Now())
-    renewed_at = models.DateTimeField(_("renewed at"), db_default=Now())
+    started_at = models.DateTimeField(_("started at"), db_default=DatabaseNow())
+    renewed_at = models.DateTimeField(_("renewed at"), db_default=DatabaseNow())
     expires_at = models.DateTimeField(_("expires at"))
     # Rows it runs alone because they are suspected of killing workers: whom to blame if it dies.
     suspects = models.JSONField(_("suspects"), default=list)

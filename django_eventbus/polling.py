@@ -62,7 +62,6 @@ def finalize(
     errors: Iterable[BaseException | str] = (),
     *,
     failed: bool = False,
-    using: str | None = None,
     clock: Clock | None = None,
 ) -> bool:
     """Move a polled event to the log: COMPLETED, with errors COMPLETED_WITH_ERRORS, or FAILED.
@@ -92,7 +91,7 @@ def finalize(
         error_type=last["type"] if last else "",
         error_fingerprint=failures.fingerprint(last) if last else "",
     )
-    return _settle(store_for(using, clock=clock), claimed, fate)
+    return _settle(store_for(claimed.claim.using, clock=clock), claimed, fate)
 
 
 def _claim_one(store: Any, queue: str) -> ClaimedEvent | None:

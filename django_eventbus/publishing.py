@@ -15,7 +15,6 @@ from typing import Any
 from asgiref.sync import sync_to_async
 from django.db import connections, transaction
 from django.db.models import Value
-from django.db.models.functions import Now
 from django.utils import timezone
 
 from django_eventbus import events
@@ -31,6 +30,7 @@ from django_eventbus.backpressure import (
     take_back,
     tell_coalesced,
 )
+from django_eventbus.clock import DatabaseNow
 from django_eventbus.conf import settings
 from django_eventbus.events import Event, check_name, check_payload
 from django_eventbus.exceptions import (
@@ -102,8 +102,8 @@ def publish(
                 return None
             if standing := coalesce(store, limit, row):
                 return standing
-    bring(store.connection, 1)
     with _in_order(store, row.queue, [key]):
+        bring(store.connection, 1)
         if not options.has_identity:
             store.insert(row)
         elif known := store.insert_once(row, window=dedup_for):
@@ -151,9 +151,9 @@ def publish_many(
 
 def _insert_many(store: Store, new: list[NewEvent], options: Options) -> int:
     if new:
-        bring(store.connection, len(new))
         common = _row(new[0], options)
         with _in_order(store, common.queue, (each.key for each in new)):
+            bring(store.connection, len(new))
             store.insert_many(common, new)
         _after_insert(store.using, (_row(each, options) for each in new))
     return len(new)
@@ -330,7 +330,7 @@ class Options:
         """None for now; a delay is counted by the database's clock."""
         if self.at is not None:
             return self.at
-        return Now() + Value(self.delay_time) if self.delay_time else None
+        return DatabaseNow() + Value(self.delay_time) if self.delay_time else None
 
 
 def choose_alias(using: str | None) -> str:
@@ -433,8 +433,12 @@ def _after_insert(alias: str, rows: Iterable[QueuedEvent]) -> None:
 
 
 def wake_on_commit(alias: str) -> None:
-    """Wake the workers once per transaction, after it is safe."""
-    pending = connections[alias].run_on_commit
+    """Wake the workers once per transaction, after it is safe. Who commits by hand, with
+    autocommit off, has no such moment: then they look by themselves."""
+    connection = connections[alias]
+    if not connection.in_atomic_block and not connection.get_autocommit():
+        return
+    pending = connection.run_on_commit
     if pending and isinstance(pending[-1][1], _Wake):
         return
     transaction.on_commit(_Wake(alias), using=alias, robust=True)

@@ -23,8 +23,8 @@ from django.db import Error, connections
 from django_eventbus import failures, publishing
 from django_eventbus.admission import Admission, Gates
 from django_eventbus.batch import Tally
-from django_eventbus.calling import AsyncLoop
 from django_eventbus.conf import settings
+from django_eventbus.coroutines import AsyncLoop
 from django_eventbus.deadlines import Board, Watch, Watchdog
 from django_eventbus.delivery import Deliverer, Suspects
 from django_eventbus.events import ClaimedEvent, uuid7
@@ -296,7 +296,15 @@ class WorkerLoop:
         an idle one could have done."""
         full = size * 2 >= self._batch
         if full and self._batch_seconds < CLAIM_AHEAD_BELOW and self.store.may_claim_ahead():
-            self._next = self._claimer.submit(self.claim)
+            self._next = self._claimer.submit(self._claim_there)
+
+    def _claim_there(self) -> list[ClaimedEvent]:
+        """In the claimer's thread, on a connection that nobody else would close."""
+        try:
+            return self.claim()
+        except Error:
+            self.store.connection.close()
+            raise
 
     def _stop_claiming(self) -> None:
         """Nobody will start what was claimed ahead: it returns uncharged."""
@@ -346,6 +354,7 @@ class WorkerLoop:
 
     def upkeep(self) -> None:
         """What keeps the queue moving is every worker's duty: no leader, no reaper."""
+        self._close_other_connections()
         self.admission.upkeep()
         now = time.monotonic()
         if now - self._promoted >= PROMOTE_EVERY:
@@ -385,7 +394,6 @@ class WorkerLoop:
             self._idle_wait *= 1.5
         served = [each for each in self.options.queues if not self.gates.is_paused(each)]
         due = [self.store.next_due(served), self.gates.next_look(), self.scheduler.wait()]
-        self._close_other_connections()
         if self._false_alarms >= FALSE_ALARMS:
             # NOTIFY needs no right: who rings without end must not make us look without end.
             time.sleep(FALSE_ALARM_PAUSE)
@@ -515,6 +523,13 @@ def stop_on_signals(worker: Worker) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
+
+
+def leave_pools() -> None:
+    """For a process that works: it keeps its sessions, more of them than a pool may have, and one
+    that a handler has changed has to end, where a pool would give it to the next."""
+    for alias in connections:
+        connections.settings[alias]["OPTIONS"].pop("pool", None)
 
 
 def end_of_process() -> None:

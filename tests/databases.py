@@ -4,6 +4,7 @@ EVENTBUS_TEST_DB says: sqlite (the default), postgresql or mariadb. Processes th
 inherit the answer, and find the test database itself in EVENTBUS_TEST_DB_NAME (conftest.py).
 """
 
+import json
 import os
 import secrets
 import tempfile
@@ -14,6 +15,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from tests import embedded_postgres
 
 JOURNAL = "EVENTBUS_TEST_SQLITE_JOURNAL"
+OPTIONS = "EVENTBUS_TEST_POSTGRES_OPTIONS"
 DEFAULT_MARIADB_URL = "mysql://root@127.0.0.1:3306/"
 
 # Random, so that two runs can share one server.
@@ -50,6 +52,7 @@ def postgresql() -> dict[str, Any]:
     return {
         "ENGINE": "django.db.backends.postgresql",
         **connection_parameters(os.environ["EVENTBUS_TEST_POSTGRES_URL"]),
+        "OPTIONS": json.loads(os.environ.get(OPTIONS, "{}")),
         "TEST": {"NAME": TEST_NAME},
     }
 

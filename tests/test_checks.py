@@ -36,6 +36,11 @@ def test_the_defaults_are_clean():
     assert found() == []
 
 
+def test_moments_without_a_time_zone(settings):
+    settings.USE_TZ = False
+    assert_wrong(the_one_found(), "E006", "USE_TZ is off", "USE_TZ = True")
+
+
 def test_no_setting_at_all_is_clean(settings):
     del settings.EVENTBUS
     assert found() == []

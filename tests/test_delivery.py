@@ -7,12 +7,14 @@ import time
 import uuid
 
 import pytest
-from django.db import IntegrityError, OperationalError, connection, transaction
+from asgiref.sync import sync_to_async
+from django.db import IntegrityError, OperationalError, connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from django_eventbus import (
     Discard,
     Retry,
+    coroutines,
     dead_letters,
     delivery,
     handler,
@@ -641,6 +643,54 @@ def test_an_async_handler_past_its_deadline_is_cancelled():
     assert logged(event).errors[0]["type"] == "TimeoutError"
 
 
+def test_a_coroutine_that_blocks_the_loop_is_blamed_and_no_other(monkeypatch):
+    """Those that could not go on because of it are run again, uncharged, on another loop."""
+    monkeypatch.setattr(coroutines, "GRACE", 0.2)
+    released, ran = threading.Event(), []
+
+    @handler("x", name="blocks", timeout=0.2, retry=ONCE)
+    async def block(event):
+        released.wait(60)
+
+    @handler("y", name="fine", timeout=0.2, retry=ONCE)
+    async def work(event):
+        ran.append(event.payload)
+
+    before = publish("y", "before")
+    blocking = publish("x", {})
+    after = [publish("y", n) for n in range(3)]
+    try:
+        drain()
+    finally:
+        released.set()
+    assert sorted(ran, key=str) == [0, 1, 2, "before"]
+    assert logged(blocking).errors[0]["type"] == "TimeoutError"
+    assert [logged(each).errors for each in (before, *after)] == [None] * 4
+    assert {logged(each).attempts for each in after} == {1}
+
+
+def test_coroutines_get_over_a_lost_session(transactional_db):
+    """The thread in which they meet the ORM lives as long as the process."""
+
+    def lose_the_session():
+        connection.ensure_connection()
+        connection.connection.close()
+
+    @handler("x", name="h", retry={"max_retries": 1})
+    async def work(event):
+        if event.attempt == 1 and event.payload == 0:
+            await sync_to_async(lose_the_session)()
+        await Effect.objects.acreate(event_id=event.id, handler="h")
+        await sync_to_async(connections.close_all)()
+
+    for number in range(3):
+        publish("x", number)
+        drain_with_retries()
+    assert set(EventLog.objects.values_list("status", flat=True)) == {"COMPLETED"}
+    errors = EventLog.objects.order_by("id").values_list("errors", flat=True)
+    assert [len(each or []) for each in errors] == [1, 0, 0]
+
+
 def test_callbacks_of_a_handler_that_failed_do_not_run(transactional_db):
     called = []
 
@@ -753,7 +803,7 @@ def test_a_group_is_cut_when_it_holds_many_savepoints(transactional_db, monkeypa
     assert committed[:7] == [0, 1, 2, 3, 4, 5, "seven runs"]
 
 
-def test_a_lost_claim_commits_nothing_of_its_group(transactional_db, capture):
+def test_a_lost_claim_commits_nothing_of_its_group(transactional_db):
     """Fencing: another worker took one of the events while its handler ran."""
 
     @handler("x", name="h")
@@ -768,13 +818,19 @@ def test_a_lost_claim_commits_nothing_of_its_group(transactional_db, capture):
     if connection.vendor == "sqlite":
         pytest.skip("SQLite has one writer: nobody can steal while the group's transaction is open")
     drain(max_events=2)
-    assert "1 of 3 events are not held here any more" in capture.text
     assert notes() == ["0", "2"]
     stolen = QueuedEvent.objects.get(type="x")
     assert stolen.payload == 1
     # F41: the children of the fenced one vanish with it.
     children = QueuedEvent.objects.filter(type="child").values_list("payload", flat=True)
     assert sorted(children) == [0, 2]
+
+
+def test_a_lost_claim_is_told(transactional_db, capture):
+    handler("x", name="h", atomic=False)(lambda event: steal_from_another_connection(event.id))
+    publish("x", {})
+    drain()
+    assert "1 of 1 events are not held here any more" in capture.text
 
 
 def steal_from_another_connection(event_id):

@@ -321,7 +321,9 @@ def test_a_stored_value_that_does_not_fit_its_field_is_refused(field, value):
 
 def claimed(**changes):
     facts = {
-        "claim": Claim(uuid.uuid4(), uuid.uuid4(), namespace="shop", queue="orders"),
+        "claim": Claim(
+            uuid.uuid4(), uuid.uuid4(), namespace="shop", queue="orders", using="default"
+        ),
         "row_id": 1,
         "event_id": uuid.UUID("01a1e236-f1dc-7fe5-a078-051ef9380342"),
         "type": "test-events.parcel.sent",

@@ -8,15 +8,19 @@ from django_eventbus import (
     EventBusError,
     InvalidPayloadError,
     UnknownQueueError,
+    delivery,
     gates,
     handler,
     poll,
     publish,
     publish_many,
 )
+from django_eventbus.admission import Gates
 from django_eventbus.models import EventGate, EventLane, EventLog, QueuedEvent
 from django_eventbus.signals import gate_paused, gate_resumed
+from django_eventbus.store import postgresql
 from django_eventbus.store.rows import parked_at
+from django_eventbus.worker import WorkerLoop
 from tests.bus import drain, logged, make_due
 
 pytestmark = pytest.mark.django_db
@@ -282,6 +286,49 @@ def test_a_queue_paused_in_the_middle_of_a_batch_gives_the_rest_back(ran):
         drain()
     assert ran == [0]
     assert untouched()
+
+
+def test_a_queue_paused_between_claim_and_delivery_keeps_no_key_from_others(ran, monkeypatch):
+    note(ran, "mails")
+    claim_from = WorkerLoop.claim_from
+
+    def claim_and_be_paused(loop, queue):
+        events = claim_from(loop, queue)
+        if events and not ran:
+            gates.pause(queue=queue)
+            loop.gates.look_again()
+            loop.gates.keep_up(loop.store)
+        return events
+
+    monkeypatch.setattr(WorkerLoop, "claim_from", claim_and_be_paused)
+    publish("x", 1, key="k")
+    drain()
+    assert ran == []
+    assert not EventLane.objects.exclude(claim_token=None).exists()
+    monkeypatch.undo()
+    gates.resume(queue="default")
+    drain()
+    assert ran == [("mails", 1)]
+
+
+def test_order_per_key_is_kept_when_a_queue_is_paused_and_resumed_during_a_batch(ran, monkeypatch):
+    """What was passed over while it was paused must not be overtaken when it goes on."""
+    paused = {"now": False}
+    monkeypatch.setattr(Gates, "is_paused", lambda self, queue: paused["now"])
+    monkeypatch.setattr(delivery, "GROUP_SECONDS", -1.0)  # an event a group
+    monkeypatch.setattr(postgresql, "RUN_LENGTH", 1)  # all keys in one batch
+
+    @handler("resume", name="resumes")
+    async def resume(event):
+        paused["now"] = False
+
+    handler("pause", name="pauses")(lambda event: paused.update(now=True))
+    note(ran, "mails", atomic=False)
+    publish("resume", key="a")
+    publish("pause", key="b")
+    publish_many((("x", n) for n in (1, 2)), key="c")
+    drain()
+    assert ran == [("mails", 1), ("mails", 2)]
 
 
 def test_a_poll_takes_nothing_of_a_paused_queue_or_type():

@@ -252,7 +252,7 @@ COMPLETED = Completed(1)
 
 
 def settled(*, settlement=COMPLETED, seconds=0.001, at=1_800_000_000.0):
-    claim = Claim(uuid.uuid4(), uuid.uuid4(), "default", "default")
+    claim = Claim(uuid.uuid4(), uuid.uuid4(), "default", "default", "default")
     nothing = dict.fromkeys(ClaimedEvent.__dataclass_fields__)
     event = ClaimedEvent(**nothing | {"claim": claim, "started_epoch": at, "created_epoch": at})
     return event, settlement, [Outcome("bill", 1, seconds)]

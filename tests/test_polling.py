@@ -48,6 +48,16 @@ def test_with_nothing_to_do_poll_returns_none_and_leaves_no_trace():
     assert not EventWorker.objects.exists()
 
 
+def test_events_with_a_key_and_without_both_have_their_turn():
+    """Each poll knows nothing of those before it."""
+    for number in range(40):
+        publish("x", number)
+        publish("x", number, key=f"k{number}")
+    polled = [poll() for _ in range(40)]
+    keyed = sum(event.key is not None for event in polled)
+    assert 0 < keyed < 40
+
+
 def test_a_polled_event_tells_all_about_itself():
     """M4, M8."""
     published = publish("order.placed", {"order": 7}, priority=3, headers={"trace": "a"})

@@ -23,7 +23,9 @@ BOOM = ValueError("boom")
 
 def claimed(states=None, errors=None, **changes):
     facts = {
-        "claim": Claim(uuid.uuid4(), uuid.uuid4(), namespace="default", queue="default"),
+        "claim": Claim(
+            uuid.uuid4(), uuid.uuid4(), namespace="default", queue="default", using="default"
+        ),
         "row_id": 7,
         "event_id": uuid.uuid4(),
         "type": "x",

@@ -199,6 +199,28 @@ def test_a_rolled_back_savepoint_does_not_take_the_wake_up_of_others_with_it():
 # -- what is stored
 
 
+@with_real_transactions
+def test_who_commits_by_hand_can_publish(handled):
+    """With autocommit off Django knows no moment after the commit: workers look by themselves."""
+    transaction.set_autocommit(False)
+    try:
+        publish("x", 1)
+        transaction.rollback()
+        publish("x", 2)
+        transaction.commit()
+    finally:
+        transaction.set_autocommit(True)
+    drain()
+    assert handled == [2]
+
+
+@with_real_transactions
+def test_a_duplicate_in_strict_order_needs_no_transaction_around_it(settings):
+    settings.EVENTBUS = {"STRICT_ORDER": True}
+    first = publish("x", 1, key="k", dedup_key="d")
+    assert publish("x", 2, key="k", dedup_key="d") == first
+
+
 def test_what_is_published_is_what_is_stored():
     """M8, M23."""
     event_id = uuid.uuid4()

@@ -43,6 +43,22 @@ def test_a_claim_whose_answer_was_lost_is_taken_back(monkeypatch, transactional_
     assert set(EventLog.objects.values_list("attempts", "crashes")) == {(1, 0)}
 
 
+def test_a_claim_ahead_that_loses_its_connection_begins_the_next_on_a_new_one(
+    make_loop, monkeypatch, transactional_db
+):
+    loop = make_loop()
+
+    def lose_the_connection():
+        loop.store.connection.ensure_connection()
+        raise OperationalError("connection lost")
+
+    monkeypatch.setattr(loop, "claim", lose_the_connection)
+    assert isinstance(loop._claimer.submit(loop._claim_there).exception(), OperationalError)
+    kept = loop._claimer.submit(lambda: loop.store.connection.connection)
+    assert kept.result() is None
+    loop._stop_claiming()
+
+
 def test_a_worker_that_leaves_something_behind_gives_it_back(monkeypatch, transactional_db):
     publish("x", {})
     handler("x", name="h")(lambda event: None)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from django.db import connection, connections
 
+
 @contextmanager
 def in_thread(function, *args, **kwargs):
     """Runs beside the body; what it raised is raised at its end."""

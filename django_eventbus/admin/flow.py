@@ -15,7 +15,6 @@ from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db import transaction
 from django.db.models import Model, Q, QuerySet
-from django.db.models.functions import Now
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern
@@ -27,6 +26,7 @@ from django_eventbus.admin import permissions
 from django_eventbus.admin.audit import record
 from django_eventbus.admin.base import EventBusAdminMixin
 from django_eventbus.admin.filters import ChoiceFilter, QueueFilter
+from django_eventbus.clock import DatabaseNow
 from django_eventbus.conf import settings
 from django_eventbus.exceptions import EventBusError
 from django_eventbus.failures import one_line
@@ -65,7 +65,7 @@ class FlowMixin(EventBusAdminMixin):
     sortable_by = ()
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        rows: QuerySet[Any] = super().get_queryset(request).annotate(looked_at=Now())
+        rows: QuerySet[Any] = super().get_queryset(request).annotate(looked_at=DatabaseNow())
         return rows
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:

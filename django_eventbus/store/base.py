@@ -7,6 +7,7 @@ claim changes nothing. The database's clock decides; tests inject another.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 import time
 import uuid
@@ -15,7 +16,7 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from django.db import NotSupportedError
-from django.db.models import Case, F, Min, QuerySet, TextField, Value, When
+from django.db.models import Case, F, QuerySet, TextField, Value, When
 from django.db.models.functions import Cast
 
 from django_eventbus import failures
@@ -89,7 +90,8 @@ class Store(Inserting, Log, Gates, Recovery, Schedules, Groups, Minutes, Figures
 
     def __init__(self, using: str, *, clock: Clock | None = None) -> None:
         super().__init__(using, clock=clock)
-        self._turn = 0
+        # Whoever claims one event, and asks anew for the next, must not always get the same kind.
+        self._turn = random.getrandbits(1)
 
     # -- claiming
 
@@ -144,9 +146,8 @@ class Store(Inserting, Log, Gates, Recovery, Schedules, Groups, Minutes, Figures
         skips = connection.features.has_select_for_update_skip_locked
         return skips and not connection.in_atomic_block
 
-    @staticmethod
-    def _new_claim(queue: str, worker_id: uuid.UUID, token: uuid.UUID | None) -> Claim:
-        return Claim(token or uuid.uuid4(), worker_id, settings.NAMESPACE, queue)
+    def _new_claim(self, queue: str, worker_id: uuid.UUID, token: uuid.UUID | None) -> Claim:
+        return Claim(token or uuid.uuid4(), worker_id, settings.NAMESPACE, queue, self.using)
 
     def _hold_registration(self, worker_id: uuid.UUID) -> None:
         """A recovery that takes this worker for dead waits for the claim, or the claim for it."""
@@ -281,10 +282,13 @@ class Store(Inserting, Log, Gates, Recovery, Schedules, Groups, Minutes, Figures
         """
         # The first by an index, not the least of all: for Min databases may read all of them.
         delayed = self.queued.filter(available_at__isnull=False).order_by("available_at")
-        waiting = self.lanes.filter(queue__in=list(queues), claim_token__isnull=True)
+        idle = self.lanes.filter(claim_token__isnull=True).order_by("ready_at")
         moments = [
             delayed.values_list("available_at", flat=True).first(),
-            waiting.aggregate(at=Min("ready_at"))["at"],
+            *(
+                idle.filter(queue=each).values_list("ready_at", flat=True).first()
+                for each in queues
+            ),
         ]
         known: list[datetime] = [moment for moment in moments if moment is not None]
         if not known:

@@ -283,7 +283,8 @@ class PostgreSQLStore(Store):
         self, queue: str, *, limit: int, worker_id: uuid.UUID, token: uuid.UUID | None = None
     ) -> list[ClaimedEvent]:
         claim = self._new_claim(queue, worker_id, token)
-        if queue in self._keyed or self.connection.in_atomic_block or self._binds_on_server():
+        keys_have_a_turn = queue in self._keyed or limit == 1
+        if keys_have_a_turn or self.connection.in_atomic_block or self._binds_on_server():
             return self._looking_on(claim, self._claim_both(claim, limit), limit)
         claimed = self._claim_unkeyed(claim, limit)
         if claimed or queue not in self._keyed:

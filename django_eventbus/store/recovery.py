@@ -105,11 +105,14 @@ class Recovery(Rows):
         crashed: bool = True,
     ) -> int:
         """A worker is known to have ended: blame what it was running, return the rest uncharged."""
+        held = self.queued.filter(claimed_by=worker_id)
         with self.atomic():
             recovered = self._take_back(
                 Q(claimed_by=worker_id), blamed=set(blamed), error=error, crashed=crashed
             )
-            self.workers.filter(pk=worker_id).delete()
+            if not held.exists():
+                # Else somebody holds a lock on one of its rows: its time will be over.
+                self.workers.filter(pk=worker_id).delete()
         return recovered
 
     @retried

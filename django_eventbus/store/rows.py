@@ -12,8 +12,8 @@ from typing import Any, ClassVar, TypeVar, cast
 from django.db import InterfaceError, OperationalError, connections, transaction
 from django.db.models import Case, DateTimeField, F, Q, QuerySet, Value, When
 from django.db.models.expressions import Combinable
-from django.db.models.functions import Now
 
+from django_eventbus.clock import DatabaseNow
 from django_eventbus.conf import settings
 from django_eventbus.models import (
     EventGate,
@@ -121,7 +121,7 @@ class Rows:
     @property
     def now(self) -> Combinable:
         if self.clock is None:
-            return Now()
+            return DatabaseNow()
         return Value(self.clock(), output_field=DateTimeField())
 
     def after(self, seconds: float) -> Any:
@@ -164,7 +164,9 @@ class Rows:
     def atomic(self) -> Any:
         return transaction.atomic(using=self.using)
 
-    def is_conflict(self, error: Exception) -> bool:
+    def is_conflict(self, error: BaseException) -> bool:
+        if not isinstance(error, OperationalError):
+            return False
         code = getattr(error.__cause__, "sqlstate", None) or (error.args and error.args[0])
         return code in self.conflicts
 

@@ -1,5 +1,6 @@
 """Processes that stop, are stopped, and die."""
 
+import json
 import os
 import signal
 
@@ -9,6 +10,7 @@ from django.db import connection
 from django_eventbus import dead_letters
 from django_eventbus.models import EventLog, EventWorker, QueuedEvent
 from django_eventbus.publishing import publish, publish_many
+from tests import databases
 from tests.shop.models import Effect
 from tests.workers import eventually
 
@@ -231,6 +233,19 @@ def test_a_worker_whose_registration_was_deleted_starts_again(start_worker, file
     touch(files["go_on"])
     eventually(lambda: EventLog.objects.count() == 1, lambda: worker.log)
     assert Effect.objects.count() == 1
+
+
+@pytest.mark.skipif("connection.vendor != 'postgresql'", reason="only psycopg has pools")
+def test_a_worker_has_sessions_of_its_own_whatever_the_pool_of_the_project(start_worker):
+    """Threads, listener and heartbeat need more than it may have, and a session that a handler
+    has changed must not be given to the next."""
+    one = {"pool": {"min_size": 1, "max_size": 1, "timeout": 1}}
+    publish_many(("process.effect", n) for n in range(20))
+    options = {databases.OPTIONS: json.dumps(one)}
+    worker = start_worker("--concurrency", "4", "--drain", env=options)
+    assert worker.wait() == 0, worker.log
+    assert Effect.objects.count() == 20
+    assert "PoolTimeout" not in worker.log
 
 
 def test_a_worker_stops_after_as_many_events_as_it_was_told(start_worker):

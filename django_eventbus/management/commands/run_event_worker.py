@@ -20,7 +20,13 @@ from django_eventbus.registry import did_you_mean, registry
 from django_eventbus.signals import delivery_succeeded
 from django_eventbus.store import default_alias, store_for
 from django_eventbus.supervisor import Supervisor
-from django_eventbus.worker import Worker, WorkerOptions, run_here, stop_on_signals
+from django_eventbus.worker import (
+    Worker,
+    WorkerOptions,
+    leave_pools,
+    run_here,
+    stop_on_signals,
+)
 
 STATUS_EVERY = 1.0
 LOG_EVERY = 10.0
@@ -54,6 +60,7 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
+        leave_pools()
         worker_options = self._worker_options(options)
         self._require_tables(worker_options.using)
         reload = (
