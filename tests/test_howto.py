@@ -110,7 +110,15 @@ def test_bridge_signals(shop, receivers_kept, client, eventbus):
     run(groups, namespace)
     staff = Group.objects.create(name="staff")
     ann.groups.add(staff)
-    assert_published("user.groups_changed", user_id=ann.pk, action="add", groups=[staff.pk])
+    staff.user_set.remove(ann)
+    staff.user_set.add(ann)
+    staff.user_set.add(ann)  # who is in it already
+    ann.groups.clear()
+    staff.user_set.clear()  # nobody is left
+    assert [each.payload for each in published("user.groups_changed")] == [
+        {"action": action, "users": [ann.pk], "groups": [staff.pk]}
+        for action in ("add", "remove", "add", "clear")
+    ]
 
     run(model, namespace)
     order = Order.objects.create(total="9.90", customer=Customer.objects.create())

@@ -131,12 +131,17 @@ def test_a_log_in_can_be_an_event(bridge, client):
 
 
 def test_a_changed_many_to_many_relation_can_be_an_event(bridge):
-    """As in the documentation."""
+    """From both sides, and when it is cleared: see the documentation, whose code this is."""
 
-    def serialize(action, instance, pk_set, **_):
-        if action in ("post_add", "post_remove"):
-            return {"user_id": instance.pk, "action": action[5:], "groups": sorted(pk_set)}
-        return None
+    def serialize(action, instance, reverse, pk_set, using, **_):
+        if action == "pre_clear":
+            others = instance.user_set if reverse else instance.groups
+            pk_set = set(others.using(using).values_list("pk", flat=True))
+        elif action not in ("post_add", "post_remove"):
+            return None
+        here, there = [instance.pk], sorted(pk_set)
+        users, groups = (there, here) if reverse else (here, there)
+        return {"action": action, "users": users, "groups": groups}
 
     user = get_user_model()
     bridge(
@@ -146,15 +151,45 @@ def test_a_changed_many_to_many_relation_can_be_an_event(bridge):
         sender=user.groups.through,
         serialize=serialize,
     )
-    ann = user.objects.create_user("ann")
-    group = Group.objects.create(name="staff")
-    ann.groups.add(group)
-    ann.groups.remove(group)
-    assert [each.payload["action"] for each in published("user.groups_changed")] == [
-        "add",
-        "remove",
+    ann, bob = user.objects.create_user("ann"), user.objects.create_user("bob")
+    staff, night = Group.objects.create(name="staff"), Group.objects.create(name="night")
+    ann.groups.add(staff, night)
+    staff.user_set.add(bob)
+    ann.groups.remove(night)
+    staff.user_set.clear()
+    told = [each.payload for each in published("user.groups_changed")]
+    assert [(each["action"], each["users"], each["groups"]) for each in told] == [
+        ("post_add", [ann.pk], [staff.pk, night.pk]),
+        ("post_add", [bob.pk], [staff.pk]),
+        ("post_remove", [ann.pk], [night.pk]),
+        ("pre_clear", [ann.pk, bob.pk], [staff.pk]),
     ]
-    assert_published("user.groups_changed", user_id=ann.pk, groups=[group.pk])
+
+
+def test_a_clearing_that_fails_is_not_told_of(bridge):
+    """The event of pre_clear is part of the transaction that clears."""
+    user = get_user_model()
+    through = user.groups.through
+    bridge(
+        bridge_signal,
+        m2m_changed,
+        "user.groups_changed",
+        sender=through,
+        serialize=lambda action, **_: {} if action == "pre_clear" else None,
+    )
+    staff = Group.objects.create(name="staff")
+
+    def fail(action, **_):
+        if action == "post_clear":
+            raise ConnectionError
+
+    m2m_changed.connect(fail, sender=through)
+    try:
+        with pytest.raises(ConnectionError), transaction.atomic():
+            staff.user_set.clear()
+    finally:
+        m2m_changed.disconnect(fail, sender=through)
+    assert published() == []
 
 
 # -- the life of a row
