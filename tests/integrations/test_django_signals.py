@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 
 import pytest
 from django.contrib.auth import get_user_model
@@ -394,6 +395,12 @@ def test_fixtures_are_not_told_of_by_signals_either(bridge):
     assert types() == ["x"]
 
 
+def test_raw_is_a_fixture_in_signals_of_models_only(bridge):
+    bridge(bridge_signal, shop_opened, "x", serialize=lambda raw, **_: {"raw": raw})
+    shop_opened.send(None, raw=True)
+    assert assert_published("x").payload == {"raw": True}
+
+
 def test_every_kind_of_value_finds_its_way(bridge, settings, tmp_path):
     settings.MEDIA_ROOT = tmp_path
     fields = ["customer", "customer_id", "details", "placed_at", "took", "receipt"]
@@ -590,6 +597,45 @@ def test_a_bridge_built_again_replaces_the_one_before(bridge, orders):
     order = Order.objects.create(note="hello")
     shop_opened.send(None)
     assert [each.payload for each in published()] == [{"pk": order.pk, "note": "hello"}, 2]
+
+
+@pytest.mark.parametrize(
+    "other", [{"serialize": lambda **_: 2}, {"key": "k"}, {"queue": "default"}], ids=str
+)
+def test_a_second_bridge_from_a_signal_to_a_type_is_refused(bridge, other):
+    """It would silently take the place of the first."""
+    first = {"serialize": lambda **_: 1}
+    bridge(bridge_signal, shop_opened, "x", **first)
+    with pytest.raises(BridgeError, match="bridge to 'x' exists already, from the same signal"):
+        bridge_signal(shop_opened, "x", **(first | other))
+    shop_opened.send(None)
+    assert [each.payload for each in published()] == [1]
+
+
+def test_another_type_or_sender_is_another_bridge(bridge):
+    bridge(bridge_signal, shop_opened, "x", serialize=lambda **_: 1, sender=Order)
+    bridge(bridge_signal, shop_opened, "y", serialize=lambda **_: 2, sender=Order)
+    bridge(bridge_signal, shop_opened, "x", serialize=lambda **_: 3, sender=Parcel)
+    shop_opened.send(Order)
+    shop_opened.send(Parcel)
+    assert [each.payload for each in published()] == [1, 2, 3]
+
+
+def test_a_bridge_of_a_partial_can_be_built_again(bridge):
+    def answer(number, **_):
+        return number
+
+    for _ in range(2):
+        bridge(bridge_signal, shop_opened, "x", serialize=partial(answer, 1))
+    shop_opened.send(None)
+    assert [each.payload for each in published()] == [1]
+
+
+def test_a_disconnected_bridge_makes_room_for_another(bridge):
+    bridge_signal(shop_opened, "x", serialize=lambda **_: 1).disconnect()
+    bridge(bridge_signal, shop_opened, "x", serialize=lambda **_: 2)
+    shop_opened.send(None)
+    assert [each.payload for each in published()] == [2]
 
 
 # -- the check
