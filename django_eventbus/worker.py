@@ -63,6 +63,7 @@ class WorkerOptions:
     poll_interval: float = 1.0
     drain: bool = False
     max_events: int | None = None
+    fires_schedules: bool = True
 
 
 def new_registration(options: WorkerOptions) -> EventWorker:
@@ -349,7 +350,8 @@ class WorkerLoop:
         if now - self._promoted >= PROMOTE_EVERY:
             self._promoted = now
             self.store.promote()
-        self.scheduler.fire_due()
+        if self.options.fires_schedules:
+            self.scheduler.fire_due()
         self.worker.minutes.write_if_due(self.store)
         if now - self._recovered >= RECOVER_EVERY:
             self._recovered = now
@@ -382,7 +384,9 @@ class WorkerLoop:
             longest = min(longest, self._idle_wait)
             self._idle_wait *= 1.5
         served = [each for each in self.options.queues if not self.gates.is_paused(each)]
-        due = [self.store.next_due(served), self.gates.next_look(), self.scheduler.wait()]
+        due = [self.store.next_due(served), self.gates.next_look()]
+        if self.options.fires_schedules:
+            due.append(self.scheduler.wait())
         self._close_other_connections()
         if self._false_alarms >= FALSE_ALARMS:
             # NOTIFY needs no right: who rings without end must not make us look without end.

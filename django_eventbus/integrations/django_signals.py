@@ -40,7 +40,7 @@ from django_eventbus.store import store_for
 
 __all__ = ["BridgedQuerySet", "ModelBridge", "SignalBridge", "bridge_model", "bridge_signal"]
 
-#: Those that say by ``raw`` that a fixture is loaded; in other signals the name is free.
+#: They may come from a fixture, and then say ``raw``; in other signals the name is free.
 WITH_FIXTURES = (pre_save, post_save, m2m_changed)
 
 
