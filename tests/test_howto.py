@@ -5,6 +5,7 @@ import re
 import sys
 import types
 import unittest
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from django.db.migrations.state import ProjectState
 from django.db.models.signals import m2m_changed
 from django.http import HttpResponse
 from django.test.utils import isolate_apps
+from django.utils import timezone
 
 from django_eventbus import (
     breakers,
@@ -241,6 +243,39 @@ def test_the_first_screen_of_the_readme(shop, monkeypatch):
     drain()
     (order,) = reserved
     assert (order, answer.url) == (Order.objects.get(), f"/{order.pk}")
+
+
+def test_delay_and_priority(shop, monkeypatch):
+    later, remind, at_a_moment, priorities, change = blocks("delay-and-priority")
+    mail, mailed, order_of_work = types.ModuleType("shop.mail"), [], []
+    mail.mail_reminder = lambda order_id, idempotency_key: mailed.append(order_id)
+    monkeypatch.setitem(sys.modules, "shop.mail", mail)
+    handler("mail.*", name="mail")(lambda event: order_of_work.append(event.type))
+    handler("report.*", name="report")(lambda event: None)
+    views = {"__name__": "shop.views"}
+    run(later, views)
+    run(remind, vars(shop))
+    assert drain(until=timedelta(hours=23)).handled == 0
+    assert drain(until=timedelta(hours=25)).handled == 1
+    assert mailed == [views["order"].pk]
+
+    run(later, views)
+    Order.objects.update(status="paid")
+    drain(until=timedelta(hours=25))
+    assert len(mailed) == 1
+
+    run(at_a_moment, views)
+    report = QueuedEvent.objects.get(type="report.requested")
+    assert report.available_at == views["six"] > timezone.now()
+    report.delete()
+
+    run(priorities, views)
+    assert drain(max_events=2000).handled == 1001
+    assert order_of_work[0] == "mail.password_reset"
+
+    run(later, views)
+    run(change, views)
+    assert EventLog.objects.get(type="order.remind", status="DISCARDED")
 
 
 def test_keep_order(settings):
