@@ -340,6 +340,14 @@ def test_every_setting_in_the_docs_exists():
         assert named <= set(conf.names()), each.name
 
 
+def test_every_test_that_the_docs_rely_on_exists():
+    tests = Path(__file__).parent
+    sources = "\n".join(each.read_text() for each in tests.rglob("test_*.py"))
+    named = {name for each in EVERY_PAGE for name in re.findall(r"`(test_\w+)`", each.read_text())}
+    assert named
+    assert [name for name in sorted(named) if f"def {name}(" not in sources] == []
+
+
 @pytest.mark.parametrize("model", [models.QueuedEvent, models.EventLog])
 def test_the_models_page_has_every_column(model):
     text = page("models")
