@@ -340,6 +340,13 @@ def test_every_setting_in_the_docs_exists():
         assert named <= set(conf.names()), each.name
 
 
+def test_definition_lists_are_switched_on_where_they_are_used():
+    """MyST prints what it does not know as text, and Sphinx does not warn."""
+    used = [each for each in EVERY_PAGE if re.search(r"^: ", each.read_text(), re.MULTILINE)]
+    assert used
+    assert '"deflist"' in (REFERENCE.parent / "conf.py").read_text()
+
+
 def test_every_test_that_the_docs_rely_on_exists():
     tests = Path(__file__).parent
     sources = "\n".join(each.read_text() for each in tests.rglob("test_*.py"))
