@@ -199,7 +199,8 @@ def _check_queue(queue: Any, deepest: int | None) -> None:
 
 
 def _check_priority(priority: Any, deepest: int | None) -> None:
-    if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+    is_number = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_number or abs(priority) > MAX_PRIORITY:
         raise InvalidScheduleError(f"{priority!r} is no priority")
 
 

@@ -267,7 +267,8 @@ class Options:
         if self.queue is not None and self.queue not in settings.QUEUES:
             hint = did_you_mean(str(self.queue), settings.QUEUES)
             raise UnknownQueueError(f"{self.queue!r} is not in EVENTBUS['QUEUES']{hint}")
-        if not isinstance(self.priority, int) or abs(self.priority) > MAX_PRIORITY:
+        is_number = isinstance(self.priority, int) and not isinstance(self.priority, bool)
+        if not is_number or abs(self.priority) > MAX_PRIORITY:
             raise InvalidPayloadError(
                 f"the priority must be an integer between -{MAX_PRIORITY} and {MAX_PRIORITY}, "
                 f"not {self.priority!r}"

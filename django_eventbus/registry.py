@@ -174,7 +174,7 @@ def _check(new: Handler) -> None:
     if new.executor not in EXECUTORS:
         hint = did_you_mean(str(new.executor), EXECUTORS)
         raise EventBusError(f"unknown executor {new.executor!r}{hint}")
-    if not isinstance(new.priority, int):
+    if not isinstance(new.priority, int) or isinstance(new.priority, bool):
         raise EventBusError(f"the priority of {new.name} must be an integer: {new.priority!r}")
     if new.timeout is not None and not (
         isinstance(new.timeout, int | float) and 0 < new.timeout < A_CENTURY

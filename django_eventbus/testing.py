@@ -49,12 +49,16 @@ def drain(
     that wait for a later time stay where they are, unless time passes ``until`` then: what
     becomes due on the way, retries included, is handled in its turn. Raises EventBusError after
     ``max_events``, because events that publish each other would go on for ever.
+
+    Schedules do not fire: what a test counts must not depend on the time of day. Publish what one
+    would with ``schedules.run(name)``.
     """
     options = WorkerOptions(
         using=using or default_alias(),
         queues=queues or tuple(settings.QUEUES),
         drain=True,
         max_events=max_events + 1,
+        fires_schedules=False,
     )
     with _failures() as errors, _alarm_kept():
         tally = run_here(options) if until is None else _drain_until(until, options)

@@ -63,6 +63,7 @@ class WorkerOptions:
     poll_interval: float = 1.0
     drain: bool = False
     max_events: int | None = None
+    fires_schedules: bool = True
 
 
 def new_registration(options: WorkerOptions) -> EventWorker:
@@ -360,7 +361,8 @@ class WorkerLoop:
         if now - self._promoted >= PROMOTE_EVERY:
             self._promoted = now
             self.store.promote()
-        self.scheduler.fire_due()
+        if self.options.fires_schedules:
+            self.scheduler.fire_due()
         self.worker.minutes.write_if_due(self.store)
         if now - self._recovered >= RECOVER_EVERY:
             self._recovered = now

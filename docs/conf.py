@@ -8,7 +8,7 @@ copyright = f"2026, {author}"
 release = metadata.version(project)
 
 extensions = ["myst_parser", "sphinx_copybutton"]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
 copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor output
 

@@ -2,9 +2,10 @@
 what would be right."""
 
 import functools
+import sqlite3
 import sys
 import types
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 from django.core import checks as django_checks
@@ -413,6 +414,15 @@ def test_the_options_in_the_hint_are_those_django_takes(second_database, setting
     assert parameters["timeout"] == 20
     settings.DATABASE_ROUTERS = [sends_events_to("archive")]
     assert found() == []
+
+
+def test_the_options_in_the_hint_wait_for_the_disk(tmp_path):
+    """With synchronous=NORMAL a power cut may take commits back that were acknowledged."""
+    with closing(sqlite3.connect(tmp_path / "db.sqlite3")) as opened:
+        opened.executescript(checks.SQLITE_OPTIONS["init_command"])
+        assert opened.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        full = 2
+        assert opened.execute("PRAGMA synchronous").fetchone() == (full,)
 
 
 def test_notifications_behind_a_pooler_that_nobody_would_hear(settings, second_database):

@@ -227,6 +227,7 @@ def test_a_good_schedule_has_no_faults():
         ("key", "k" * 201),
         ("queue", "nowhere"),
         ("priority", "high"),
+        ("priority", True),
         ("priority", 40_000),
         ("headers", ["a"]),
         ("headers", {"a": object()}),

@@ -5,6 +5,7 @@ import re
 import sys
 import types
 import unittest
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from django.db.migrations.state import ProjectState
 from django.db.models.signals import m2m_changed
 from django.http import HttpResponse
 from django.test.utils import isolate_apps
+from django.utils import timezone
 
 from django_eventbus import (
     breakers,
@@ -110,7 +112,15 @@ def test_bridge_signals(shop, receivers_kept, client, eventbus):
     run(groups, namespace)
     staff = Group.objects.create(name="staff")
     ann.groups.add(staff)
-    assert_published("user.groups_changed", user_id=ann.pk, action="add", groups=[staff.pk])
+    staff.user_set.remove(ann)
+    staff.user_set.add(ann)
+    staff.user_set.add(ann)  # who is in it already
+    ann.groups.clear()
+    staff.user_set.clear()  # nobody is left
+    assert [each.payload for each in published("user.groups_changed")] == [
+        {"action": action, "users": [ann.pk], "groups": [staff.pk]}
+        for action in ("add", "remove", "add", "clear")
+    ]
 
     run(model, namespace)
     order = Order.objects.create(total="9.90", customer=Customer.objects.create())
@@ -214,26 +224,58 @@ def test_limit_running():
     assert EventGate.objects.get().running == {}
 
 
-def test_the_first_screen_of_the_readme():
+def test_the_first_screen_of_the_readme(shop, monkeypatch):
     view, declaration = python_in(HOWTO.parent.parent / "README.md")[:2]
-    assert len(view.splitlines()) == 6
-    reserved = []
-    reservations = SimpleNamespace(create=lambda order: reserved.append(order))
-    namespace = {
-        "__name__": "shop.views",
-        "transaction": transaction,
-        "publish": publish,
-        "handler": handler,
-        "redirect": lambda order: order,
-        "Order": Order,
-        "OrderForm": lambda data: SimpleNamespace(save=lambda: Order.objects.create(**data)),
-        "Reservation": SimpleNamespace(objects=reservations),
-    }
-    run(view, namespace)
-    run(declaration, namespace)
-    order = namespace["place_order"](SimpleNamespace(POST={"total": 10}))
+    assert len(view[view.index("def ") :].splitlines()) == 6
+    assert len(declaration[declaration.index("@") :].splitlines()) == 4
+    forms, reserved = types.ModuleType("shop.forms"), []
+    forms.OrderForm = lambda data: SimpleNamespace(save=lambda: Order.objects.create(**data))
+    reservation = SimpleNamespace(
+        objects=SimpleNamespace(create=lambda order: reserved.append(order))
+    )
+    monkeypatch.setitem(sys.modules, "shop.forms", forms)
+    monkeypatch.setattr(shop_models, "Reservation", reservation, raising=False)
+    monkeypatch.setattr(Order, "get_absolute_url", lambda order: f"/{order.pk}", raising=False)
+    views = {"__name__": "shop.views"}
+    run(view, views)
+    run(declaration, vars(shop))
+    answer = views["place_order"](SimpleNamespace(POST={"total": 10}))
     drain()
-    assert reserved == [order]
+    (order,) = reserved
+    assert (order, answer.url) == (Order.objects.get(), f"/{order.pk}")
+
+
+def test_delay_and_priority(shop, monkeypatch):
+    later, remind, at_a_moment, priorities, change = blocks("delay-and-priority")
+    mail, mailed, order_of_work = types.ModuleType("shop.mail"), [], []
+    mail.mail_reminder = lambda order_id, idempotency_key: mailed.append(order_id)
+    monkeypatch.setitem(sys.modules, "shop.mail", mail)
+    handler("mail.*", name="mail")(lambda event: order_of_work.append(event.type))
+    handler("report.*", name="report")(lambda event: None)
+    views = {"__name__": "shop.views"}
+    run(later, views)
+    run(remind, vars(shop))
+    assert drain(until=timedelta(hours=23)).handled == 0
+    assert drain(until=timedelta(hours=25)).handled == 1
+    assert mailed == [views["order"].pk]
+
+    run(later, views)
+    Order.objects.update(status="paid")
+    drain(until=timedelta(hours=25))
+    assert len(mailed) == 1
+
+    run(at_a_moment, views)
+    report = QueuedEvent.objects.get(type="report.requested")
+    assert report.available_at == views["six"] > timezone.now()
+    report.delete()
+
+    run(priorities, views)
+    assert drain(max_events=2000).handled == 1001
+    assert order_of_work[0] == "mail.password_reset"
+
+    run(later, views)
+    run(change, views)
+    assert EventLog.objects.get(type="order.remind", status="DISCARDED")
 
 
 def test_keep_order(settings):
@@ -271,7 +313,7 @@ def test_schedules(shop):
         "weekly report",
     ]
     schedules.run("report.daily")
-    drain(raise_errors=False)  # the clock is real: a tick may come that nobody handles
+    drain()
     assert EventLog.objects.get(type="report.daily").status == "COMPLETED"
 
 

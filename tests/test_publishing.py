@@ -564,6 +564,7 @@ REFUSALS = {
     "priority low": (InvalidPayloadError, {"priority": -32_769}),
     "priority text": (InvalidPayloadError, {"priority": "high"}),
     "priority fraction": (InvalidPayloadError, {"priority": 1.5}),
+    "priority yes or no": (InvalidPayloadError, {"priority": True}),
     "delay negative": (InvalidPayloadError, {"delay": -1}),
     "delay negative time": (InvalidPayloadError, {"delay": timedelta(seconds=-1)}),
     "delay long": (InvalidPayloadError, {"delay": timedelta(days=40_000)}),

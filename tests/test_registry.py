@@ -150,7 +150,7 @@ def test_a_handler_without_a_priority_stands_between_the_higher_and_the_lower():
     assert names_for("x") == ["higher", "none", "lower"]
 
 
-@pytest.mark.parametrize("priority", ["high", 1.5, None])
+@pytest.mark.parametrize("priority", ["high", 1.5, None, True])
 def test_a_priority_that_is_no_integer_is_refused(priority):
     """M11: it would break the order of all."""
     with pytest.raises(EventBusError, match="the priority of"):

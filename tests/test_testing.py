@@ -24,9 +24,13 @@ from django_eventbus import (
     poll,
     publish,
     publish_many,
+    schedule,
+    schedules,
 )
-from django_eventbus.models import EventLog, EventWorker, QueuedEvent
+from django_eventbus.models import EventLog, EventSchedule, EventWorker, QueuedEvent
 from django_eventbus.registry import registry
+from django_eventbus.schedules import Scheduler
+from django_eventbus.store import store_for
 from django_eventbus.testing import (
     EventBusTestMixin,
     assert_not_published,
@@ -158,6 +162,31 @@ def test_what_falls_due_on_the_way_is_handled_in_its_turn():
     publish("now")
     drain(until=HOUR)
     assert seen == ["now", "early", "late"]
+
+
+@pytest.mark.parametrize("until", [None, timedelta(days=3)])
+def test_schedules_do_not_fire(until):
+    """A count must not depend on the time of day at which a test runs."""
+    pytest.importorskip("cronsim")
+    seen = []
+    handler("*", name="h")(lambda event: seen.append(event.type))
+    EventSchedule.objects.create(name="often", type="tick", cron="* * * * * *", tz="UTC")
+    schedule("report.daily", cron="0 3 * * *")
+    Scheduler(store_for()).look()
+    EventSchedule.objects.update(next_at=store_for().read_clock())
+    publish("x", delay=timedelta(days=2))
+    assert drain(until=until).handled == (0 if until is None else 1)
+    assert seen == ([] if until is None else ["x"])
+
+
+def test_what_a_schedule_publishes_can_be_tested():
+    pytest.importorskip("cronsim")
+    seen = []
+    handler("report.daily", name="h")(lambda event: seen.append(event.payload))
+    schedule("report.daily", cron="0 3 * * *", payload={"pages": 2})
+    schedules.run("report.daily")
+    assert drain().handled == 1
+    assert seen == [{"pages": 2}]
 
 
 def test_time_that_passes_ends_a_lease():

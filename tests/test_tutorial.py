@@ -95,8 +95,8 @@ class Reader:
 
     def run(self, command, shown):
         program, *arguments = command.split()
-        if program == "python" and arguments[0] == "-m":
-            return command  # the package is installed here
+        if arguments[0] == "-m" or program == ".":
+            return command  # there is an environment, and the package is installed in it
         start = [sys.executable, *arguments]
         if program == "django-admin":
             start = [sys.executable, "-m", "django", *arguments]
@@ -183,7 +183,7 @@ def test_the_tutorial(reader):
     browser.post("/", [("quantity", 2), ("total", "9.00")])
     assert "2 for 9.00, counted 0 times; receipt: none" in browser.text("/")
 
-    reader.follow_until(["python manage.py run_event_worker"])
+    reader.follow_until([". .venv/bin/activate", "python manage.py run_event_worker"])
     assert "counted 1 times; receipt: 2 at 4.50 each" in browser.text("/")
 
     browser.post("/", [("quantity", 0), ("total", "0.00")])

@@ -7,12 +7,20 @@ for (bulk writes, raw SQL), ``BridgedQuerySet`` or a trigger tells of; a system 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from django.core.checks import CheckMessage, register
 from django.core.checks import Warning as CheckWarning
 from django.db.models import NOT_PROVIDED, Model
-from django.db.models.signals import class_prepared, post_delete, post_save, pre_save
+from django.db.models.signals import (
+    class_prepared,
+    m2m_changed,
+    post_delete,
+    post_save,
+    pre_save,
+)
 from django.dispatch import Signal
 
 from django_eventbus.events import check_name
@@ -32,6 +40,9 @@ from django_eventbus.store import store_for
 
 __all__ = ["BridgedQuerySet", "ModelBridge", "SignalBridge", "bridge_model", "bridge_signal"]
 
+#: They may come from a fixture, and then say ``raw``; in other signals the name is free.
+WITH_FIXTURES = (pre_save, post_save, m2m_changed)
+
 
 def bridge_signal(
     signal: Signal,
@@ -46,7 +57,8 @@ def bridge_signal(
 
     ``serialize`` gets what a receiver gets, as keyword arguments, and returns the payload, or
     None for no event. ``key`` may name values of the payload: ``"user:{user_id}"``. An error is
-    raised as BridgeError to whoever sent the signal.
+    raised as BridgeError to whoever sent the signal, and here if there is another bridge from the
+    same signal and sender to this type.
     """
     chosen = None if key is None else Key(key)
     return SignalBridge(signal, event_type, serialize, sender, chosen, queue)
@@ -100,17 +112,38 @@ class SignalBridge:
         self.signal, self.event_type, self.sender = signal, event_type, sender
         self._serialize, self._key, self._queue = serialize, key, queue
         self._uid = f"django_eventbus:{event_type}"
-        self.disconnect()
+        for bridge in list(_signal_bridges):
+            if bridge._takes_the_place_of(self):
+                if not bridge._is_written_like(self):
+                    raise BridgeError(f"{self} exists already, from the same signal and sender")
+                bridge.disconnect()
         signal.connect(self._receive, sender=sender, weak=False, dispatch_uid=self._uid)
+        _signal_bridges.add(self)
 
     def __str__(self) -> str:
         return f"the bridge to {self.event_type!r}"
 
     def disconnect(self) -> None:
+        _signal_bridges.discard(self)
         self.signal.disconnect(sender=self.sender, dispatch_uid=self._uid)
 
+    def _takes_the_place_of(self, other: SignalBridge) -> bool:
+        return (
+            self.signal is other.signal
+            and self.sender is other.sender
+            and self.event_type == other.event_type
+        )
+
+    def _is_written_like(self, other: SignalBridge) -> bool:
+        """A function that ``ready()`` defines is another object each time, of the same code."""
+        return (_code(self._serialize), self._key and self._key.template, self._queue) == (
+            _code(other._serialize),
+            other._key and other._key.template,
+            other._queue,
+        )
+
     def _receive(self, sender: Any, **kwargs: Any) -> None:
-        if kwargs.get("raw"):
+        if self.signal in WITH_FIXTURES and kwargs.get("raw"):
             return  # a fixture brings back what has happened before
         try:
             payload = self._serialize(sender=sender, **kwargs)
@@ -120,6 +153,16 @@ class SignalBridge:
             told = [(self.event_type, payload)]
             using = kwargs.get("using")
             publish_told(str(self), told, key=self._key, queue=self._queue, using=using)
+
+
+#: Weak: what is connected lives in its signal, and whoever empties that is rid of it.
+_signal_bridges: WeakSet[SignalBridge] = WeakSet()
+
+
+def _code(function: Callable[..., Any]) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__code__", function)
 
 
 class ModelBridge:

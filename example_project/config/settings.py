@@ -47,7 +47,7 @@ def sqlite(path: str) -> dict[str, Any]:
             # once (IMMEDIATE), so that two of them queue instead of failing.
             "transaction_mode": "IMMEDIATE",
             "timeout": 20,
-            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;",
+            "init_command": "PRAGMA journal_mode=WAL;",
         },
     }
 

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
+from functools import partial
 
 import pytest
 from django.contrib.auth import get_user_model
@@ -131,12 +132,17 @@ def test_a_log_in_can_be_an_event(bridge, client):
 
 
 def test_a_changed_many_to_many_relation_can_be_an_event(bridge):
-    """As in the documentation."""
+    """From both sides, and when it is cleared: see the documentation, whose code this is."""
 
-    def serialize(action, instance, pk_set, **_):
-        if action in ("post_add", "post_remove"):
-            return {"user_id": instance.pk, "action": action[5:], "groups": sorted(pk_set)}
-        return None
+    def serialize(action, instance, reverse, pk_set, using, **_):
+        if action == "pre_clear":
+            others = instance.user_set if reverse else instance.groups
+            pk_set = set(others.using(using).values_list("pk", flat=True))
+        elif action not in ("post_add", "post_remove"):
+            return None
+        here, there = [instance.pk], sorted(pk_set)
+        users, groups = (there, here) if reverse else (here, there)
+        return {"action": action, "users": users, "groups": groups}
 
     user = get_user_model()
     bridge(
@@ -146,15 +152,45 @@ def test_a_changed_many_to_many_relation_can_be_an_event(bridge):
         sender=user.groups.through,
         serialize=serialize,
     )
-    ann = user.objects.create_user("ann")
-    group = Group.objects.create(name="staff")
-    ann.groups.add(group)
-    ann.groups.remove(group)
-    assert [each.payload["action"] for each in published("user.groups_changed")] == [
-        "add",
-        "remove",
+    ann, bob = user.objects.create_user("ann"), user.objects.create_user("bob")
+    staff, night = Group.objects.create(name="staff"), Group.objects.create(name="night")
+    ann.groups.add(staff, night)
+    staff.user_set.add(bob)
+    ann.groups.remove(night)
+    staff.user_set.clear()
+    told = [each.payload for each in published("user.groups_changed")]
+    assert [(each["action"], each["users"], each["groups"]) for each in told] == [
+        ("post_add", [ann.pk], [staff.pk, night.pk]),
+        ("post_add", [bob.pk], [staff.pk]),
+        ("post_remove", [ann.pk], [night.pk]),
+        ("pre_clear", [ann.pk, bob.pk], [staff.pk]),
     ]
-    assert_published("user.groups_changed", user_id=ann.pk, groups=[group.pk])
+
+
+def test_a_clearing_that_fails_is_not_told_of(bridge):
+    """The event of pre_clear is part of the transaction that clears."""
+    user = get_user_model()
+    through = user.groups.through
+    bridge(
+        bridge_signal,
+        m2m_changed,
+        "user.groups_changed",
+        sender=through,
+        serialize=lambda action, **_: {} if action == "pre_clear" else None,
+    )
+    staff = Group.objects.create(name="staff")
+
+    def fail(action, **_):
+        if action == "post_clear":
+            raise ConnectionError
+
+    m2m_changed.connect(fail, sender=through)
+    try:
+        with pytest.raises(ConnectionError), transaction.atomic():
+            staff.user_set.clear()
+    finally:
+        m2m_changed.disconnect(fail, sender=through)
+    assert published() == []
 
 
 # -- the life of a row
@@ -359,6 +395,12 @@ def test_fixtures_are_not_told_of_by_signals_either(bridge):
     assert types() == ["x"]
 
 
+def test_raw_is_a_fixture_in_signals_of_models_only(bridge):
+    bridge(bridge_signal, shop_opened, "x", serialize=lambda raw, **_: {"raw": raw})
+    shop_opened.send(None, raw=True)
+    assert assert_published("x").payload == {"raw": True}
+
+
 def test_every_kind_of_value_finds_its_way(bridge, settings, tmp_path):
     settings.MEDIA_ROOT = tmp_path
     fields = ["customer", "customer_id", "details", "placed_at", "took", "receipt"]
@@ -555,6 +597,45 @@ def test_a_bridge_built_again_replaces_the_one_before(bridge, orders):
     order = Order.objects.create(note="hello")
     shop_opened.send(None)
     assert [each.payload for each in published()] == [{"pk": order.pk, "note": "hello"}, 2]
+
+
+@pytest.mark.parametrize(
+    "other", [{"serialize": lambda **_: 2}, {"key": "k"}, {"queue": "default"}], ids=str
+)
+def test_a_second_bridge_from_a_signal_to_a_type_is_refused(bridge, other):
+    """It would silently take the place of the first."""
+    first = {"serialize": lambda **_: 1}
+    bridge(bridge_signal, shop_opened, "x", **first)
+    with pytest.raises(BridgeError, match="bridge to 'x' exists already, from the same signal"):
+        bridge_signal(shop_opened, "x", **(first | other))
+    shop_opened.send(None)
+    assert [each.payload for each in published()] == [1]
+
+
+def test_another_type_or_sender_is_another_bridge(bridge):
+    bridge(bridge_signal, shop_opened, "x", serialize=lambda **_: 1, sender=Order)
+    bridge(bridge_signal, shop_opened, "y", serialize=lambda **_: 2, sender=Order)
+    bridge(bridge_signal, shop_opened, "x", serialize=lambda **_: 3, sender=Parcel)
+    shop_opened.send(Order)
+    shop_opened.send(Parcel)
+    assert [each.payload for each in published()] == [1, 2, 3]
+
+
+def test_a_bridge_of_a_partial_can_be_built_again(bridge):
+    def answer(number, **_):
+        return number
+
+    for _ in range(2):
+        bridge(bridge_signal, shop_opened, "x", serialize=partial(answer, 1))
+    shop_opened.send(None)
+    assert [each.payload for each in published()] == [1]
+
+
+def test_a_disconnected_bridge_makes_room_for_another(bridge):
+    bridge_signal(shop_opened, "x", serialize=lambda **_: 1).disconnect()
+    bridge(bridge_signal, shop_opened, "x", serialize=lambda **_: 2)
+    shop_opened.send(None)
+    assert [each.payload for each in published()] == [2]
 
 
 # -- the check
