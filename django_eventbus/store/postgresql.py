@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, ClassVar
 
-from django.db import DatabaseError
+from django.db import DatabaseError, OperationalError
 
 from django_eventbus import failures
 from django_eventbus.conf import settings
@@ -149,6 +149,8 @@ UPDATE {QUEUE} SET lane_id = ((SELECT jsonb_object_agg(key, id) FROM lane) ->> k
 WHERE id = ANY (ARRAY(SELECT id FROM new)) AND lane_id IS NULL"""
 
 _NOT_FOR_LONG = "SET LOCAL lock_timeout = '1s'"
+_BRIEFLY = "SET LOCAL lock_timeout = '100ms'"
+LOCK_NOT_AVAILABLE = "55P03"
 
 _OWN_LANES = f"""
 WITH me AS MATERIALIZED ({_ME}), ready AS MATERIALIZED (
@@ -294,20 +296,36 @@ class PostgreSQLStore(Store):
     def _claim_both(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
         # Not in the claim's transaction: it holds the lanes of all new events, and whoever wants to
         # free one of them waits for it.
-        routing = [_ROUTE] if self.connection.in_atomic_block else [_ON_INDEXES, _ROUTE]
-        self._say(routing, {**self._params_of(claim), "routed": max(limit, ROUTED_AT_LEAST)})
-        with self._on_indexes():
+        ours = [] if self.connection.in_atomic_block else [_ON_INDEXES, _BRIEFLY]
+        with self._unless_held_up():
+            params = {**self._params_of(claim), "routed": max(limit, ROUTED_AT_LEAST)}
+            self._say([*ours, _ROUTE], params)
+        with self._unless_held_up(), self._on_indexes():
             if self._keys_wait(claim.queue):
                 return self._claim_in_turn(claim, limit)
             self._keyed.discard(claim.queue)
+            return self._claim_unkeyed(claim, limit)
+        with self._on_indexes():
             return self._claim_unkeyed(claim, limit)
 
     def _route_more(self, claim: Claim) -> bool:
         if not (claim.queue in self._keyed or self.connection.in_atomic_block):
             return False
-        with self._on_indexes(), self.connection.cursor() as cursor:
+        with self._unless_held_up(), self._on_indexes(), self.connection.cursor() as cursor:
             cursor.execute(_ROUTE, {**self._params_of(claim), "routed": ROUTE_CHUNK})
             return int(cursor.rowcount) > 0
+        return False
+
+    @contextmanager
+    def _unless_held_up(self) -> Iterator[None]:
+        """A publisher that coalesces has the row of an event with a key until it commits: others
+        of that queue with a key may wait for it, but those without go on."""
+        try:
+            yield
+        except OperationalError as error:
+            sqlstate = getattr(error.__cause__, "sqlstate", None)
+            if self.connection.in_atomic_block or sqlstate != LOCK_NOT_AVAILABLE:
+                raise
 
     @contextmanager
     def _on_indexes(self) -> Iterator[None]:
@@ -315,7 +333,7 @@ class PostgreSQLStore(Store):
         ours = not self.connection.in_atomic_block
         with self.atomic():
             if ours:
-                self._say([_ON_INDEXES], {})
+                self._say([_ON_INDEXES, _BRIEFLY], {})
             yield
 
     def _keys_wait(self, queue: str) -> bool:

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import connection, connections, transaction
 
-from django_eventbus import BackpressureError, publish, publish_many
+from django_eventbus import BackpressureError, handler, publish, publish_many
 from django_eventbus.models import EventLog, QueuedEvent
 from django_eventbus.store import Completed, store_for
 from django_eventbus.worker import WorkerOptions, new_registration
+from tests.bus import drain
 from tests.shop.models import Effect
 from tests.workers import eventually
 
@@ -112,6 +113,40 @@ def test_an_event_in_the_hands_of_a_claim_is_passed_over_without_waiting(setting
         "PROCESSING": 1,
         "PENDING": 2,
     }
+
+
+@pytest.mark.skipif("connection.vendor != 'postgresql'", reason="claims that wait only briefly")
+@pytest.mark.parametrize("routed", [False, True], ids=["new", "in its lane"])
+def test_who_coalesces_holds_up_no_event_without_a_key(settings, routed):
+    """Its transaction may be long, and has the row of an event until it ends."""
+    limited(settings, 1, "coalesce")
+    settings.EVENTBUS["LIMITS"] = {"key:slow": settings.EVENTBUS["LIMITS"]["default"]}
+    handler("tick", name="h")(lambda event: Effect.objects.create(event_id=event.id, handler="h"))
+    publish("tick", 1, key="slow")
+    if routed:
+        with transaction.atomic():
+            store_for().route("default", 10)
+    coalesced, may_commit = threading.Event(), threading.Event()
+
+    def publish_slowly():
+        with transaction.atomic():
+            publish("tick", 2, key="slow")
+            coalesced.set()
+            assert may_commit.wait(60)
+
+    def work_meanwhile():
+        assert coalesced.wait(30)
+        publish("tick", 3)
+        try:
+            drain()
+            return list(EventLog.objects.values_list("payload", flat=True))
+        finally:
+            may_commit.set()
+
+    _, handled = in_threads(publish_slowly, work_meanwhile)
+    assert handled == [3]
+    drain()
+    assert set(EventLog.objects.values_list("payload", flat=True)) == {2, 3}
 
 
 @one_writer

@@ -600,7 +600,9 @@ def test_a_bridge_built_again_replaces_the_one_before(bridge, orders):
 
 
 @pytest.mark.parametrize(
-    "other", [{"serialize": lambda **_: 2}, {"key": "k"}, {"queue": "default"}], ids=str
+    "other",
+    [{"serialize": lambda **_: 2}, {"key": "k"}, {"queue": "default"}],
+    ids=["serialize", "key", "queue"],
 )
 def test_a_second_bridge_from_a_signal_to_a_type_is_refused(bridge, other):
     """It would silently take the place of the first."""
