@@ -684,7 +684,7 @@ def test_a_callback_that_raises_harms_neither_its_event_nor_the_callbacks_of_oth
 
 
 def test_order_is_kept_through_failures_of_the_head():
-    """M15: same key, one at a time, oldest first, also when the first has to be retried."""
+    """M15, F39: same key, one at a time, oldest first, also when the first has to be retried."""
     ran = []
     answers = {0: [ValueError("once")], 2: [ValueError("once")]}
 
@@ -703,6 +703,8 @@ def test_order_is_kept_through_failures_of_the_head():
 
 
 def test_events_behind_a_failing_head_are_not_charged():
+    """F39."""
+
     @handler("step", name="h")
     def fail(event):
         raise ValueError
@@ -730,6 +732,7 @@ def test_order_is_kept_across_handlers_outside_of_transactions(transactional_db)
 
 
 def test_a_dead_head_lets_its_key_go_on():
+    """F39."""
     ran = []
 
     @handler("step", name="h", retry=ONCE)
