@@ -584,7 +584,7 @@ class Stranger:
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
 def test_what_json_cannot_hold_is_refused_naming_the_path(value, complaint):
-    """M25."""
+    """M25, F43."""
     payload = {"items": [{"sku": 1}, {"sku": 2}, {"sku": 3}, {"sku": value}]}
     with pytest.raises(InvalidPayloadError) as caught:
         check_payload(payload)
@@ -594,7 +594,7 @@ def test_what_json_cannot_hold_is_refused_naming_the_path(value, complaint):
 
 @pytest.mark.parametrize("key", ["a\x00", "a\ud800"])
 def test_a_key_that_json_cannot_hold_is_refused(key):
-    """M25."""
+    """M25, F43."""
     with pytest.raises(InvalidPayloadError) as caught:
         check_payload({"items": {key: 1}})
     str(caught.value).encode()  # the complaint itself can be logged
@@ -635,7 +635,7 @@ def test_a_database_may_allow_less_depth_but_not_more():
 
 @pytest.mark.parametrize("step", [lambda inner: [inner], lambda inner: {"a": inner}])
 def test_a_payload_10_000_deep_is_refused_with_a_short_message(step):
-    """M25."""
+    """M25, F43."""
     value = 1
     for _ in range(10_000):
         value = step(value)

@@ -132,11 +132,12 @@ class EndlessStr(Exception):
     ids=lambda error: type(error).__name__,
 )
 def test_a_hostile_error_is_cleaned_and_cut(error):
-    """A failure's own text must not keep it from being stored."""
+    """F44: a failure's own text must not keep it from being stored."""
     assert_storable(record(caught(error)))
 
 
 def test_an_error_of_50_megabytes_is_cut():
+    """F44."""
     assert_storable(record(caught(ValueError("x" * 50_000_000))))
 
 
@@ -172,6 +173,7 @@ def test_a_class_with_a_hostile_name_is_cleaned_and_cut():
 
 
 def test_a_cause_that_goes_in_circles_has_an_end():
+    """F44."""
     first, second = caught(ValueError("first")), caught(ValueError("second"))
     first.__cause__, second.__cause__ = second, first
     found = record(first)
@@ -214,6 +216,7 @@ def caught_elsewhere(error):
 
 
 def test_of_ten_thousand_frames_the_innermost_are_kept():
+    """F44."""
     found = record(with_frames(10_000))
     assert_storable(found)
     assert found["traceback"].count('  File "') == 30

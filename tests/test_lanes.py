@@ -57,6 +57,7 @@ def test_by_default_a_dead_event_lets_the_next_of_its_key_go(steps):
 
 
 def test_a_dead_head_can_block_its_key_and_nobody_else(blocked):
+    """F39."""
     (lane,) = lanes.list()
     assert (lane.key, lane.state, lane.depth) == ("a", LaneState.BLOCKED, 2)
     assert lane.head.payload == "a2"

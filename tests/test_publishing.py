@@ -97,7 +97,7 @@ def test_committed_is_handled(handled):
 
 @with_real_transactions
 def test_rolled_back_is_never_handled(handled):
-    """M1."""
+    """M1, F40."""
     with rolled_back():
         publish("order.placed", {"order": 7})
         publish_many([("order.placed", {"order": 8})])
@@ -108,7 +108,7 @@ def test_rolled_back_is_never_handled(handled):
 
 @with_real_transactions
 def test_an_inner_savepoint_takes_only_its_own_events_back(handled):
-    """M1."""
+    """M1, F40."""
     with transaction.atomic():
         publish("order.placed", {"order": 1})
         with rolled_back():
@@ -161,7 +161,7 @@ urlpatterns = [path("order/<then>/", place_order)]
 def test_a_view_with_atomic_requests_publishes_only_if_it_returns(
     monkeypatch, handled, then, events
 ):
-    """M1."""
+    """M1, F40."""
     monkeypatch.setitem(connections.settings["default"], "ATOMIC_REQUESTS", True)
     response = Client(raise_request_exception=False).get(f"/order/{then}/")
     assert response.status_code == (500 if then == "raise" else 200)
@@ -465,7 +465,7 @@ def test_what_is_neither_an_event_nor_a_pair_is_refused(item):
 
 
 def test_a_bad_item_leaves_its_piece_unwritten_and_the_callers_transaction_usable():
-    """M25."""
+    """M25, F43."""
     with transaction.atomic():
         with pytest.raises(InvalidPayloadError, match="contains a NUL"):
             publish_many([("order.placed", 1), ("order.placed", "a\x00")])
@@ -613,7 +613,7 @@ def nested(depth):
 
 @pytest.mark.parametrize("many", [False, True], ids=["publish", "publish_many"])
 def test_a_payload_may_be_as_deep_as_the_database_can_read(handled, store, many):
-    """M25: what is accepted can be handled, what cannot be stored is refused before any SQL."""
+    """M25, F43: what is accepted can be handled, what cannot be is refused before any SQL."""
     deepest = min(64, store.deepest_json)
 
     def send(payload):
@@ -999,6 +999,7 @@ def test_an_event_outside_of_the_open_transaction_is_warned_of(elsewhere):
 
 
 def test_an_event_outside_of_the_open_transaction_may_be_refused(elsewhere, settings):
+    """F40."""
     settings.EVENTBUS = {"FOREIGN_TRANSACTION": "error"}
     with transaction.atomic(using=elsewhere), pytest.raises(ForeignTransactionError):
         publish("order.placed", {})

@@ -28,6 +28,7 @@ from django_eventbus.models import (
 )
 from django_eventbus.store.rows import NEVER
 from tests.bus import drain, drain_with_retries
+from tests.plans import make_tables_as_new
 
 pytestmark = pytest.mark.django_db
 
@@ -342,6 +343,7 @@ def test_a_look_costs_eight_statements_whatever_there_is(worker, now):
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="reads PostgreSQL's plans")
 def test_no_count_reads_a_table_from_its_start(store):
     """Also where the statistics are those of tiny tables. What is small stays out of it."""
+    make_tables_as_new()
     publish_many(("a", n) for n in range(3000))
     publish_many((("b", n) for n in range(3000)), key="k")
     publish_many((("c", n) for n in range(3000)), delay=60)

@@ -1,5 +1,9 @@
 """The loop: claim, deliver, wait; and what it does when the database plays tricks."""
 
+import gc
+import itertools
+import tracemalloc
+
 import pytest
 from django.db import OperationalError
 
@@ -236,3 +240,29 @@ def test_forgotten_claims_are_sought_only_after_a_new_connection(make_loop, monk
     loop._session = object()
     loop.upkeep()
     assert len(looks) == 2
+
+
+def test_m22_the_memory_of_a_worker_does_not_grow_with_what_it_has_done(transactional_db):
+    """By Python's own books: what is left after a batch, in the second third and in the last."""
+    events, done, left = 3000, itertools.count(), []
+
+    @handler("x", name="h")
+    def look_now_and_then(event):
+        if next(done) % 100 == 0:
+            gc.collect()
+            left.append(tracemalloc.get_traced_memory()[0])
+
+    def key(item):
+        number = item[1]["n"]
+        return None if number % 10 else str(number)
+
+    publish_many((("x", {"n": n, "text": "x" * 500}) for n in range(events)), key=key)
+    tracemalloc.start()
+    try:
+        drain(batch_size=50)
+    finally:
+        tracemalloc.stop()
+    third = len(left) // 3
+    assert third == 10
+    a_leak_of_200_bytes = 200 * events // 3
+    assert min(left[-third:]) - min(left[third:-third]) < a_leak_of_200_bytes

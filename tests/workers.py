@@ -14,6 +14,9 @@ from django.db import Error, connection
 from django_eventbus.models import EventWorker
 
 PATIENCE = 60
+#: For workers none of whom shall be taken for dead because the machine is busy.
+PATIENT = {"ABANDON_AFTER": 600.0}
+LONG_AGO = "2000-01-01T00:00:00Z"
 
 
 def eventually(condition, message="it never happened", *, patience=PATIENCE):
@@ -24,6 +27,11 @@ def eventually(condition, message="it never happened", *, patience=PATIENCE):
             return found
         time.sleep(0.01)
     pytest.fail(message() if callable(message) else message)
+
+
+def abandon():
+    """Time passes: whoever is registered now has been silent for too long."""
+    assert EventWorker.objects.update(expires_at=LONG_AGO)
 
 
 class WorkerProcess:

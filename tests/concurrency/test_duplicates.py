@@ -12,6 +12,7 @@ from django_eventbus.models import EventLog, EventMark, QueuedEvent
 from django_eventbus.store.marks import PUBLISHED
 from tests.bus import drain
 from tests.concurrency.test_limits import in_threads
+from tests.publishers import Publishers
 from tests.shop.models import Effect
 from tests.workers import eventually
 
@@ -88,6 +89,17 @@ def test_of_many_at_once_all_but_one_may_be_told():
 
     answers = in_threads(*[publish_or_say_so] * 6)
     assert sorted(answers) == ["duplicate"] * 5 + ["published"]
+
+
+def test_of_many_processes_at_once_one_publishes(tmp_path):
+    keys = [f"order:{number}" for number in range(20)]
+    with Publishers(tmp_path, 4, "order.placed", *keys) as publishers:
+        said, codes = publishers.publish()
+    assert codes == [0] * 4
+    for answers in zip(*said, strict=True):
+        assert sorted(answers) == ["duplicate"] * 3 + ["published"]
+    assert sorted(QueuedEvent.objects.values_list("dedup_key", flat=True)) == sorted(keys)
+    assert Effect.objects.count() == len(keys), "a loser's transaction is undone with it"
 
 
 def test_two_workers_with_one_key_have_one_effect(start_worker):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from django_eventbus import gates, handler, publish, publish_many
+from django_eventbus import CircuitBreaker, breakers, gates, handler, publish, publish_many
 from django_eventbus.models import EventGate, EventLog, EventWorker, QueuedEvent
 from django_eventbus.store import store_for
 from django_eventbus.store.rows import PARKED
@@ -41,15 +41,19 @@ def parked(**filters):
 
 
 def test_a_pause_is_obeyed_by_all_workers_and_burns_nothing(start_four):
+    """Within about a second, told by the work that is still done: a busy machine does less."""
+    in_a_second = 50
     handler("process.slow_effect", name="slow_effect")(print)  # what is paused here is known here
-    publish_many(("process.slow_effect", 0.02) for _ in range(600))
+    publish_many(("process.slow_effect", 1 / in_a_second) for _ in range(600))
     eventually(Effect.objects.exists, lambda: start_four.log)
     gates.pause(handler="slow_effect", reason="a test")
+    paused_at = Effect.objects.count()
     eventually(
         lambda: parked().exists() and not QueuedEvent.objects.filter(available_at=None).exists(),
         lambda: start_four.log,
     )
     before = Effect.objects.count()
+    assert before - paused_at <= 4 * in_a_second
     publish_many(("process.slow_effect", 0.0) for _ in range(50))
     eventually(lambda: parked(attempts=0).count() == 650 - before, lambda: start_four.log)
     assert Effect.objects.count() == before
@@ -80,6 +84,30 @@ def test_m30_one_probe_among_many_workers(start_worker, tmp_path):
     eventually(lambda: not QueuedEvent.objects.exists(), lambda: worker.log)
     assert gate.get().opened_at is None
     assert Effect.objects.count() == 105
+
+
+def test_m30_failures_of_several_workers_together_open_a_breaker(start_worker, settings):
+    """Ten must fail, and neither of the two sees more than six. All of them obey then."""
+    queues = {"QUEUES": ["default", "a", "b"]}
+    settings.EVENTBUS = queues
+    handler("process.broken", name="broken", breaker=CircuitBreaker())(print)
+    for queue in "ab":
+        publish_many((("process.broken", n) for n in range(6)), queue=queue)
+    pair = [start_worker("--queues", queue, eventbus={**PATIENT, **queues}) for queue in "ab"]
+
+    def logs():
+        return "\n".join(worker.log for worker in pair)
+
+    eventually(lambda: breakers.list()[0].state == "open", logs)
+    assert 10 <= Effect.objects.count() <= 12
+
+    def parks_more_of(queue):
+        publish("process.broken", "more", queue=queue)
+        return parked(queue=queue, payload="more").exists()
+
+    for queue in "ab":
+        eventually(lambda queue=queue: parks_more_of(queue), logs)
+    assert not QueuedEvent.objects.filter(attempts__gt=1).exists()
 
 
 def test_no_more_run_at_a_time_than_may_in_all_processes_together(start_four, tmp_path):

@@ -12,6 +12,7 @@ from django_eventbus.models import EventLog, QueuedEvent
 from django_eventbus.store import Completed, store_for
 from django_eventbus.worker import WorkerOptions, new_registration
 from tests.bus import drain
+from tests.publishers import Publishers
 from tests.shop.models import Effect
 from tests.workers import eventually
 
@@ -59,6 +60,18 @@ def test_publishers_pass_a_limit_by_no_more_than_they_are(settings):
     stored = sum(in_threads(*[publish_until_refused] * publishers))
     assert stored == QueuedEvent.objects.count()
     assert size <= stored < size + publishers
+
+
+def test_processes_that_publish_pass_a_limit_by_no_more_than_they_are(tmp_path, transactional_db):
+    size, number = 30, 4
+    limits = {"LIMITS": {"default": {"max_size": size, "overflow": "halt"}}}
+    with Publishers(tmp_path, number, "x", count=size, eventbus=limits) as publishers:
+        said, codes = publishers.publish()
+    stored = sum(each.count("published") for each in said)
+    assert codes == [0] * number
+    assert stored == QueuedEvent.objects.count() == Effect.objects.count()
+    assert size <= stored < size + number
+    assert sum(map(len, said)) == size * number
 
 
 @one_writer

@@ -11,8 +11,9 @@ from django_eventbus import dead_letters
 from django_eventbus.models import EventLog, EventWorker, QueuedEvent
 from django_eventbus.publishing import publish, publish_many
 from tests import databases
+from tests.faults import failpoints
 from tests.shop.models import Effect
-from tests.workers import eventually
+from tests.workers import PATIENT, abandon, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -32,7 +33,8 @@ def touch(path):
 
 
 def test_an_idle_worker_stops_when_asked(start_worker):
-    worker = start_worker()
+    """F03."""
+    worker = start_worker(eventbus=PATIENT)
     worker.wait_until_registered()
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 0, worker.log
@@ -40,10 +42,10 @@ def test_an_idle_worker_stops_when_asked(start_worker):
 
 
 def test_the_first_signal_lets_a_handler_finish_and_returns_the_rest(start_worker, files):
-    """M27: in-flight events finish, unstarted ones return uncharged."""
+    """M27, F03: in-flight events finish, unstarted ones return uncharged."""
     publish("process.signal", files)
     publish_many(("process.effect", n) for n in range(5))
-    worker = start_worker()
+    worker = start_worker(eventbus=PATIENT)
     eventually(has_started(files), lambda: worker.log)
     worker.signal(signal.SIGTERM)
     eventually(lambda: "Stopping" in worker.log)
@@ -57,9 +59,10 @@ def test_the_first_signal_lets_a_handler_finish_and_returns_the_rest(start_worke
 
 
 def test_the_second_signal_forces(start_worker, files):
+    """F05."""
     publish("process.signal", files)
     publish_many(("process.effect", n) for n in range(5))
-    worker = start_worker()
+    worker = start_worker(eventbus=PATIENT)
     eventually(has_started(files), lambda: worker.log)
     worker.signal(signal.SIGTERM)
     worker.signal(signal.SIGTERM)
@@ -73,8 +76,9 @@ def test_the_second_signal_forces(start_worker, files):
 
 
 def test_a_handler_that_outlasts_the_grace_period_is_ended(start_worker, files):
+    """F05."""
     publish("process.signal", files)
-    worker = start_worker(eventbus={"SHUTDOWN_TIMEOUT": 0.5})
+    worker = start_worker(eventbus={**PATIENT, "SHUTDOWN_TIMEOUT": 0.5})
     eventually(has_started(files), lambda: worker.log)
     worker.signal(signal.SIGTERM)
     assert worker.wait() == 1, worker.log
@@ -85,7 +89,7 @@ def test_a_child_that_is_killed_is_replaced_and_only_what_it_ran_is_blamed(start
     """M6, M29: nothing lost, no effect twice, neighbours uncharged."""
     publish("process.signal", files)
     publish_many(("process.effect", n) for n in range(5))
-    worker = start_worker()
+    worker = start_worker(eventbus=PATIENT)
     eventually(has_started(files), lambda: worker.log)
     child = worker.wait_until_registered()
     os.remove(files["started"])
@@ -109,7 +113,7 @@ def test_a_poison_event_ends_as_crashed_and_its_neighbours_are_handled(start_wor
     publish_many(("process.effect", n) for n in range(10))
     poison = publish("process.exit", {})
     publish_many(("process.effect", n) for n in range(10))
-    worker = start_worker()
+    worker = start_worker(eventbus=PATIENT)
     eventually(lambda: EventLog.objects.count() == 21, lambda: worker.log)
     (dead,) = dead_letters.list()
     assert dead.event_id == poison.event_id
@@ -127,8 +131,9 @@ def test_a_poison_event_that_takes_the_supervisor_with_it_is_found_out(start_wor
     publish_many(("process.effect", n) for n in range(3))
 
     def one_more_worker_until_done():
-        worker = start_worker("--drain", eventbus={"ABANDON_AFTER": 1.0})
-        worker.wait()
+        worker = start_worker("--drain", eventbus=PATIENT)
+        if worker.wait() != 0:
+            abandon()
         return EventLog.objects.count() == 7
 
     eventually(one_more_worker_until_done)
@@ -138,10 +143,10 @@ def test_a_poison_event_that_takes_the_supervisor_with_it_is_found_out(start_wor
 
 
 def test_a_handler_that_holds_the_gil_past_its_deadline_is_killed(start_worker):
-    """M17: it cannot stall the worker, whatever it does."""
+    """M17, F09: it cannot stall the worker, whatever it does."""
     publish("process.hold_the_gil", {})
     publish_many(("process.effect", n) for n in range(3))
-    worker = start_worker(eventbus={"MAX_CRASHES": 1})
+    worker = start_worker(eventbus={**PATIENT, "MAX_CRASHES": 1})
     eventually(lambda: EventLog.objects.count() == 4, lambda: worker.log)
     (dead,) = dead_letters.list()
     assert "ran past its deadline and had to be killed" in dead.errors[0]["message"]
@@ -166,16 +171,59 @@ def alive(pid):
         return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_a_zombie_commits_nothing(start_worker, files):
-    """Stopped beyond the abandonment timeout, then woken: its late commit is refused."""
+others_can_write = pytest.mark.skipif(
+    "connection.vendor == 'sqlite'",
+    reason="a zombie's open transaction holds the only write lock: nobody takes over",
+)
+
+
+@others_can_write
+@pytest.mark.parametrize(
+    ("threads", "atomic"), [(1, "handler"), (1, "event"), (4, "handler"), (4, "event")]
+)
+def test_the_late_commit_of_a_zombie_is_refused(start_worker, files, tmp_path, threads, atomic):
+    """F06. Only the child is stopped, and its supervisor has no reason to end it: what keeps it
+    from settling is the fence alone."""
+    for number in range(threads):
+        publish("process.signal", {**files, "started": f"{files['started']}{number}"})
+    settings = {**PATIENT, "ATOMIC": atomic, "HANDLER_TIMEOUT": 600.0}
+    passed = {"do": "wait", "until": files["go_on"]}
+    places = {
+        "handler__after": {**passed, "seen": str(tmp_path / "finished")},
+        "settle__before_commit": {**passed, "seen": str(tmp_path / "settled")},
+    }
+    zombie = start_worker(
+        *("--concurrency", str(threads), "--batch-size", "1"),
+        eventbus=settings,
+        env=failpoints.environment(**places),
+    )
+    for number in range(threads):
+        eventually(lambda n=number: os.path.exists(f"{files['started']}{n}"), lambda: zombie.log)
+    child = zombie.wait_until_registered()
+    os.kill(child.pid, signal.SIGSTOP)
+    abandon()
+    touch(files["go_on"])
+    other = start_worker(eventbus=settings)
+    eventually(lambda: EventLog.objects.count() == threads, lambda: other.log)
+    assert not (tmp_path / "finished").exists()
+    os.kill(child.pid, signal.SIGCONT)
+    eventually((tmp_path / "finished").exists, lambda: zombie.log)
+    zombie.signal(signal.SIGTERM)
+    zombie.wait()
+    assert "is ended" not in zombie.log
+    assert not (tmp_path / "settled").exists()
+    assert Effect.objects.count() == EventLog.objects.count() == threads
+    assert child.pk not in set(EventLog.objects.values_list("claimed_by", flat=True))
+
+
+@others_can_write
+def test_a_worker_that_was_stopped_for_too_long_commits_nothing(start_worker, files):
+    """F06 by the clock: all of it sleeps, and is ended by the fence or by its supervisor."""
     publish("process.signal", files)
     zombie = start_worker(eventbus={"ABANDON_AFTER": 1.0})
     eventually(has_started(files), lambda: zombie.log)
     zombie.signal_all(signal.SIGSTOP)
     touch(files["go_on"])
-    if connection.vendor == "sqlite":
-        # Its open write transaction holds the whole database, so nobody can take over.
-        zombie.signal_all(signal.SIGCONT)
     other = start_worker(eventbus={"ABANDON_AFTER": 1.0})
     eventually(lambda: EventLog.objects.count() == 1, lambda: other.log)
     zombie.signal_all(signal.SIGCONT)
@@ -186,6 +234,7 @@ def test_a_zombie_commits_nothing(start_worker, files):
 
 
 def test_a_zombie_outside_of_transactions_settles_nothing(start_worker, files):
+    """F06."""
     publish("process.signal_outside", files)
     zombie = start_worker(eventbus={"ABANDON_AFTER": 1.0})
     eventually(has_started(files), lambda: zombie.log)
@@ -282,7 +331,7 @@ def test_bad_options_are_refused_with_the_right_choice(start_worker, options, me
 def test_a_handler_that_exits_with_success_is_a_crash_like_any_other(start_worker):
     poison = publish("process.exit_as_if_done", {})
     publish_many(("process.effect", n) for n in range(3))
-    worker = start_worker()
+    worker = start_worker(eventbus=PATIENT)
     eventually(lambda: EventLog.objects.count() == 4, lambda: worker.log)
     (dead,) = dead_letters.list()
     assert (dead.event_id, dead.error_type) == (poison.event_id, "crashed")
@@ -290,10 +339,11 @@ def test_a_handler_that_exits_with_success_is_a_crash_like_any_other(start_worke
 
 
 def test_who_runs_beside_a_handler_that_has_to_be_killed_is_not_blamed(start_worker, files):
-    """Two threads: one ignores its deadline, the other does its work and is interrupted by that."""
+    """F09: one of two threads ignores its deadline, the other is interrupted by that."""
     guilty = publish("process.ignore_deadline", {})
     publish("process.signal_outside", files)
-    worker = start_worker("--concurrency", "2", "--batch-size", "1", eventbus={"MAX_CRASHES": 1})
+    options = ("--concurrency", "2", "--batch-size", "1")
+    worker = start_worker(*options, eventbus={**PATIENT, "MAX_CRASHES": 1})
     eventually(lambda: EventLog.objects.exists(), lambda: worker.log)
     touch(files["go_on"])
     eventually(lambda: EventLog.objects.count() == 2, lambda: worker.log)

@@ -7,7 +7,7 @@ import resource
 import time
 from pathlib import Path
 
-from django.db import connection
+from django.db import Error, connection
 
 from django_eventbus import handler
 from tests.faults.journal import HandlerJournal
@@ -73,6 +73,27 @@ def update_two_rows(event):
     """In the order it is told: two of them in opposite orders wait for each other."""
     for row in event.payload:
         Effect.objects.filter(pk=row).update(note=str(event.id))
+    Effect.objects.create(event_id=event.id, handler=event.handler_name)
+
+
+@handler("fault.meet", name="fault.meet", timeout=100)
+def update_what_another_updates(event):
+    """Two of them: the last row is left until both have come that far. What the database says to
+    that is written down."""
+    place, me = Path(event.payload["place"]), event.payload["me"]
+    *first, last = event.payload["rows"]
+    Effect.objects.exists()  # from here on a snapshot is what it is
+    for row in first:
+        Effect.objects.filter(pk=row).update(note=str(event.id))
+    (place / f"{me}").touch()
+    give_up_at = time.monotonic() + 60
+    while not (place / f"{1 - me}").exists() and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    try:
+        Effect.objects.filter(pk=last).update(note=str(event.id))
+    except Error as error:
+        (place / f"error{me}").write_text(str(error))
+        raise
     Effect.objects.create(event_id=event.id, handler=event.handler_name)
 
 

@@ -17,8 +17,8 @@ from django.db import connection
 
 CANCEL, SSL, GSS = 80877102, 80877103, 80877104
 #: A message is cut off before the server sees it, after it has answered, or it gets there only
-#: when the client has long gone.
-BEFORE, AFTER, LATE = "before", "after", "late"
+#: when the client has long gone. Or nothing is cut, but the answer is held until the proxy heals.
+BEFORE, AFTER, LATE, HELD = "before", "after", "late", "held"
 
 
 @dataclass(slots=True)
@@ -291,7 +291,10 @@ class Proxy:
                 link.said.append(message.sql)
             await self._take_time(link, message.kind in b"QS")
             cut = self._cut_for(message)
-            if cut is not None:
+            if cut is not None and cut.when == HELD:
+                link.open.clear()
+                cut.happened.set()
+            elif cut is not None:
                 link.cut = cut
                 if cut.when != AFTER:
                     link.client.reset()

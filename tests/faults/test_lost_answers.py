@@ -135,7 +135,8 @@ def test_a_claim_that_was_not_answered_is_taken_back_uncharged(proxy, effects, k
 
 def test_a_claim_that_the_server_gets_late_is_taken_back_too(proxy, settings):
     """F22: when the worker looked for it there was nothing yet, and then nobody knew of it."""
-    settings.EVENTBUS = {"ABANDON_AFTER": 1.0, "POLL_INTERVAL": 0.2}
+    # So long it waits for the claim to arrive, and so long it may itself be kept waiting.
+    settings.EVENTBUS = {"ABANDON_AFTER": 5.0, "POLL_INTERVAL": 0.2}
     late = proxy.cut(claims, LATE)
 
     @handler("fault.effect", name="fault.effect")

@@ -17,8 +17,11 @@ pytestmark = [
 ]
 
 OTHERS = "datname = current_database() AND pid <> pg_backend_pid()"
-#: A hot loop would come by hundreds of times before a test is over.
+#: A hot loop would come by hundreds of times for each loss.
 FEW = 20
+#: Nobody is taken for dead because the machine is busy; and what was asked for when the session
+#: ended is looked for again before a test gives up.
+STEADY = {"ABANDON_AFTER": 20.0}
 
 
 def sessions(condition="true"):
@@ -37,10 +40,10 @@ def terminate(condition="true"):
         return cursor.fetchone()[0]
 
 
-def check_that_it_lived_on(worker, child, events):
+def check_that_it_lived_on(worker, child, events, losses=1):
     assert worker.process.poll() is None, worker.log
     assert EventWorker.objects.get().pid == child.pid, worker.log
-    assert worker.log.count("does not answer") < FEW, worker.log
+    assert worker.log.count("does not answer") < FEW * losses, worker.log
     assert Effect.objects.count() == EventLog.objects.filter(status="COMPLETED").count() == events
     invariants.check()
 
@@ -55,7 +58,7 @@ def test_sessions_ended_at(start_worker, tmp_path, place):
         publish("fault.effect", {}, key=f"k{n % 3}")
     seen, go_on = tmp_path / "seen", tmp_path / "go_on"
     plan = {place.replace(".", "__"): {"do": "wait", "seen": str(seen), "until": str(go_on)}}
-    worker = start_worker(eventbus={"ABANDON_AFTER": 20.0}, env=failpoints.environment(**plan))
+    worker = start_worker(eventbus=STEADY, env=failpoints.environment(**plan))
     child = worker.wait_until_registered()
     eventually(seen.exists, lambda: worker.log)
     assert terminate() > 0
@@ -65,7 +68,7 @@ def test_sessions_ended_at(start_worker, tmp_path, place):
 
 
 def test_sessions_ended_while_nothing_happens(start_worker):
-    worker = start_worker()
+    worker = start_worker(eventbus=STEADY)
     child = worker.wait_until_registered()
     for n in range(3):
         publish("fault.effect", n)
@@ -73,12 +76,12 @@ def test_sessions_ended_while_nothing_happens(start_worker):
         eventually(lambda: terminate() > 0, lambda: worker.log)
     publish("fault.effect", "after all")
     eventually(drained, lambda: worker.log)
-    check_that_it_lived_on(worker, child, 4)
+    check_that_it_lived_on(worker, child, 4, losses=3)
 
 
 def test_sessions_ended_in_the_middle_of_a_claim_and_of_a_renewal(start_worker):
     """Both want the row of the registration, which is locked for as long as it takes."""
-    worker = start_worker(eventbus={"ABANDON_AFTER": 8.0, "POLL_INTERVAL": 0.1})
+    worker = start_worker(eventbus={**STEADY, "POLL_INTERVAL": 0.1})
     child = worker.wait_until_registered()
     waiting = "wait_event_type = 'Lock' AND query LIKE '%{}%'"
     claim, renewal = waiting.format("enable_seqscan"), waiting.format("renewed_at")
@@ -93,7 +96,7 @@ def test_sessions_ended_in_the_middle_of_a_claim_and_of_a_renewal(start_worker):
 
 
 def test_sessions_ended_again_and_again_under_load(start_worker):
-    worker = start_worker("--concurrency", "2", "--batch-size", "20")
+    worker = start_worker("--concurrency", "2", "--batch-size", "20", eventbus=STEADY)
     child = worker.wait_until_registered()
     published = 0
 
@@ -106,5 +109,5 @@ def test_sessions_ended_again_and_again_under_load(start_worker):
 
     eventually(one_more_blow)
     eventually(drained, lambda: worker.log)
-    check_that_it_lived_on(worker, child, published)
+    check_that_it_lived_on(worker, child, published, losses=10)
     assert not QueuedEvent.objects.exists()

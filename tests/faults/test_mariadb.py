@@ -1,16 +1,20 @@
 """F49: what InnoDB does under load, and what becomes of it when its server is killed."""
 
 import os
-import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection, connections, transaction
 
+from django_eventbus import handler
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish_many
+from django_eventbus.publishing import publish, publish_many
+from tests.bus import drain, drain_with_retries, logged
 from tests.faults import invariants
 from tests.faults.journal import OK
+from tests.faults.meetings import STUBBORN, publish_a_meeting, some_rows, what_they_met
 from tests.shop.models import Effect
+from tests.threads import in_thread
 from tests.workers import eventually
 
 pytestmark = pytest.mark.long
@@ -20,19 +24,19 @@ CRASHES = int(os.environ.get("EVENTBUS_FAULT_CRASHES", 10)) // 3
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
-def test_handlers_that_get_into_each_others_way(start_worker, isolation, figures):
-    """The victim of a deadlock is rolled back whole and tried again, until all is done once."""
+def test_handlers_that_get_into_each_others_way(start_worker, isolation, tmp_path, figures):
+    """1213: the victim of a deadlock is rolled back whole and tried again, until all is done."""
     if connection.vendor != "mysql":
         pytest.skip("MariaDB's locks")
-    rows = [Effect.objects.create(event_id=uuid.uuid4(), handler="row").pk for _ in "ab"]
-    patient = {"RETRY": {"max_retries": 50, "base_delay": 0.05, "max_delay": 0.5, "jitter": 1.0}}
+    rows = some_rows(2)
+    publish_a_meeting(tmp_path, some_rows(2), apart=9)
     publish_many(("fault.update", rows if n % 2 else rows[::-1]) for n in range(60))
     publish_many((("fault.effect", n) for n in range(60)), key="k")
     publish_many(("fault.effect", n) for n in range(60))
     workers = [
         start_worker(
             *("--concurrency", "2", "--batch-size", "10"),
-            eventbus=patient,
+            eventbus=STUBBORN,
             env={"EVENTBUS_TEST_ISOLATION": isolation},
         )
         for _ in range(2)
@@ -43,10 +47,144 @@ def test_handlers_that_get_into_each_others_way(start_worker, isolation, figures
     invariants.check()
     invariants.check_order_of_effects()
     assert set(EventLog.objects.values_list("status", flat=True)) == {"COMPLETED"}
-    assert Effect.objects.exclude(handler="row").count() == 180
+    assert Effect.objects.exclude(handler="row").count() == 191
+    assert "1213" in what_they_met(tmp_path), "nothing was tried"
     unlucky = EventLog.objects.exclude(errors=None)
-    figures(f"{unlucky.count()} of 60 events failed at least once")
-    assert set(unlucky.values_list("type", flat=True)) <= {"fault.update"}
+    figures(f"{unlucky.count()} of 62 events failed at least once")
+    assert set(unlucky.values_list("type", flat=True)) <= {"fault.update", "fault.meet"}
+
+
+@pytest.fixture
+def session_setting(monkeypatch):
+    """What every new session of this process is set to."""
+    if connection.vendor != "mysql":
+        pytest.skip("MariaDB's locks")
+
+    def choose(setting, *, isolation="read committed"):
+        options = {"init_command": f"SET SESSION {setting}", "isolation_level": isolation}
+        for name, value in options.items():
+            monkeypatch.setitem(connection.settings_dict["OPTIONS"], name, value)
+        connection.close()
+
+    yield choose
+    connection.close()
+
+
+class Rival:
+    """Somebody with a transaction of its own."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def update(self, row):
+        """And keep it to itself, until told to commit."""
+        self.pool.submit(transaction.set_autocommit, False).result()
+        self.pool.submit(Effect.objects.filter(pk=row).update, note="rival").result()
+
+    def lock(self, event_id):
+        self.pool.submit(transaction.set_autocommit, False).result()
+        rows = QueuedEvent.objects.filter(event_id=event_id).select_for_update()
+        assert self.pool.submit(rows.exists).result()
+
+    def commit(self):
+        self.pool.submit(transaction.commit).result()
+
+
+@pytest.fixture
+def rival(transactional_db):
+    with ThreadPoolExecutor(1) as pool:
+        yield Rival(pool)
+        pool.submit(connections.close_all).result()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_handler_that_waits_too_long_for_a_lock_is_undone_and_tried_again(session_setting, rival):
+    """1205: InnoDB would keep what the transaction did before that; we do not."""
+    session_setting("innodb_lock_wait_timeout = 1")
+    (row,) = some_rows(1)
+    rival.update(row)
+    notes = []
+
+    @handler("x", name="h")
+    def write_twice(event):
+        Effect.objects.create(event_id=event.id, handler="h")
+        try:
+            Effect.objects.filter(pk=row).update(note="h")
+        except OperationalError as error:
+            notes.append(error.args[0])
+            rival.commit()
+            raise
+
+    event = publish("x", {})
+    drain()
+    assert notes == [1205]
+    assert not Effect.objects.filter(handler="h").exists()
+    drain_with_retries()
+    assert logged(event).status == "COMPLETED"
+    assert "1205" in logged(event).errors[0]["message"]
+    assert Effect.objects.filter(handler="h").count() == 1
+    assert Effect.objects.get(pk=row).note == "h"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_settlement_that_waits_too_long_for_a_lock_is_no_handlers_failure(
+    session_setting, rival, capture
+):
+    """1205: the group is undone as a whole, and its events are run again one by one."""
+    session_setting("innodb_lock_wait_timeout = 1")
+    calls = []
+
+    @handler("x", name="h")
+    def be_in_the_way_of_the_settlement(event):
+        calls.append(event.payload)
+        Effect.objects.create(event_id=event.id, handler="h")
+        if len(calls) == 2:
+            rival.lock(event.id)
+
+    def let_go_after_the_first_timeout():
+        eventually(lambda: "(1205, " in capture.text)
+        rival.commit()
+
+    publish_many(("x", n) for n in range(2))
+    with in_thread(let_go_after_the_first_timeout):
+        drain()
+    assert calls == [0, 1, 0, 1]
+    assert set(EventLog.objects.values_list("status", "attempts")) == {("COMPLETED", 1)}
+    assert not EventLog.objects.exclude(errors=None).exists()
+    assert Effect.objects.count() == 2
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_handler_whose_snapshot_is_out_of_date_is_undone_and_tried_again(session_setting, rival):
+    """1020: the row it read has changed since."""
+    with connection.cursor() as cursor:
+        cursor.execute("SHOW VARIABLES LIKE 'innodb_snapshot_isolation'")
+        if not cursor.fetchone():
+            pytest.skip("this server has no innodb_snapshot_isolation")
+    session_setting("innodb_snapshot_isolation = ON", isolation="repeatable read")
+    (row,) = some_rows(1)
+    seen = []
+
+    @handler("x", name="h")
+    def change_what_it_read(event):
+        Effect.objects.create(event_id=event.id, handler="h")
+        Effect.objects.get(pk=row)
+        if not seen:
+            rival.update(row)
+            rival.commit()
+        try:
+            Effect.objects.filter(pk=row).update(note="h")
+        except OperationalError as error:
+            seen.append(error.args[0])
+            raise
+
+    event = publish("x", {})
+    drain()
+    drain_with_retries()
+    assert seen == [1020]
+    assert logged(event).status == "COMPLETED"
+    assert Effect.objects.filter(handler="h").count() == 1
+    assert Effect.objects.get(pk=row).note == "h"
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])

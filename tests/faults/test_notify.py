@@ -2,11 +2,12 @@
 
 import threading
 import time
+import uuid
 from contextlib import contextmanager
 
 import psycopg
 import pytest
-from django.db import connection
+from django.db import connection, transaction
 
 from django_eventbus import handler
 from django_eventbus.models import EventLog, QueuedEvent
@@ -16,10 +17,10 @@ from django_eventbus.worker import FALSE_ALARM_PAUSE, FALSE_ALARMS
 from tests.bus import drain
 from tests.faults import invariants
 from tests.faults.journal import OK, ProducerJournal
-from tests.faults.proxy import AFTER, BEFORE, says, through
+from tests.faults.proxy import AFTER, BEFORE, HELD, says, through
 from tests.shop.models import Effect
 from tests.threads import in_thread
-from tests.workers import eventually
+from tests.workers import PATIENCE, eventually
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
@@ -57,13 +58,41 @@ def test_a_notification_lost_with_its_connection_is_nobodys_error(
     assert "workers could not be notified" in capture.text
 
 
-def test_a_notification_that_takes_long_holds_up_the_caller_and_not_the_commit(proxy, publish_one):
-    with through(proxy):
-        publish_one()
-        assert proxy.blackhole() == 1
-        with in_thread(eventually, lambda: QueuedEvent.objects.count() == 1):
+def test_a_notification_that_hangs_holds_up_the_caller_and_not_the_commit(proxy, publish_one):
+    held = proxy.cut(says("NOTIFY"), HELD)
+    with through(proxy), in_thread(publish_one) as publishing:
+        try:
+            assert held.happened.wait(PATIENCE)
+            assert QueuedEvent.objects.count() == 1, "others see it while the caller waits"
+            assert not publishing.done()
+        finally:
             proxy.heal()
-        publish_one()
+    publish_one()
+
+
+def test_a_notification_that_the_server_refuses_is_nobodys_error(cluster, capture):
+    """Its queue is full, because somebody who listens has not come to read it."""
+    cluster.primary.configure(max_notify_queue_pages=64)
+    cluster.primary.restart()
+    target = {"host": str(cluster.address), "user": "postgres", "dbname": "eventbus"}
+    with psycopg.connect(**target) as sleeper, psycopg.connect(**target, autocommit=True) as other:
+        sleeper.execute("LISTEN anything")
+        sleeper.commit()
+        sleeper.execute("SELECT 1")  # in a transaction, and stays there
+        fill = "SELECT pg_notify('anything', rpad(n::text, 7900)) FROM generate_series(1, 1000) n"
+        with pytest.raises(psycopg.OperationalError, match="too many notifications"):
+            other.execute(fill)
+        handler("notified", name="notified")(lambda event: None)
+        with transaction.atomic():
+            publish("notified", "in a transaction")
+            Effect.objects.create(event_id=uuid.uuid4(), handler="caller")
+        publish("notified", "alone")
+    told = capture.text.count("workers could not be notified")
+    assert told == capture.text.count("too many notifications") == 2
+    assert Effect.objects.count() == 1
+    assert QueuedEvent.objects.count() == 2
+    drain()
+    assert EventLog.objects.filter(status="COMPLETED").count() == 2
 
 
 def test_a_flood_of_spoofed_notifications_makes_a_worker_look_so_often_and_no_more(

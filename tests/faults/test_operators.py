@@ -13,8 +13,8 @@ from django.db import connection
 from django_eventbus import dead_letters, handler, publish_many, queued
 from django_eventbus.models import EventLog, QueuedEvent
 from tests.bus import drain
-from tests.faults import invariants
-from tests.workers import eventually
+from tests.faults import halfway, invariants
+from tests.workers import PATIENCE
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
@@ -98,16 +98,21 @@ def test_of_two_who_edit_a_letter_one_does():
 
 
 def test_a_retry_of_many_that_is_killed_half_way_can_be_done_again(many_dead):
+    assert MANY > dead_letters.CHUNK
     command = subprocess.Popen(
         [sys.executable, "-m", "django", "dead_events", "retry", "--all"],
-        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings"},
+        env={
+            **os.environ,
+            **halfway.ENVIRONMENT,
+            "DJANGO_SETTINGS_MODULE": "tests.settings",
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
-    eventually(QueuedEvent.objects.exists, lambda: command.stderr.read().decode())
-    command.send_signal(signal.SIGKILL)
-    command.communicate()
+    _, complaints = command.communicate(timeout=PATIENCE)
+    assert command.returncode == -signal.SIGKILL, complaints.decode()
     half = QueuedEvent.objects.count()
+    assert 0 < half < MANY
     assert half + EventLog.objects.count() == MANY
     assert half + dead_letters.retry(type="x") == MANY
     invariants.check()

@@ -1,6 +1,5 @@
 """What a DBA or a project may set for every session: F08, F31, F32."""
 
-import os
 import signal
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from django_eventbus.models import EventLog, QueuedEvent
 from django_eventbus.publishing import publish, publish_many
 from tests.faults import invariants
+from tests.faults.meetings import STUBBORN, publish_a_meeting, some_rows, what_they_met
 from tests.shop.models import Effect
 
 pytestmark = pytest.mark.long
@@ -47,25 +47,39 @@ def test_a_worker_stopped_longer_than_its_session_may_idle(cluster, in_the_end, 
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
-def test_handlers_that_get_into_each_others_way(cluster, in_the_end, isolation, figures):
+def test_handlers_that_get_into_each_others_way(cluster, in_the_end, isolation, tmp_path, figures):
     """F31: deadlocks and failed serializations are tried again until all is done once."""
     cluster.primary.configure(default_transaction_isolation=isolation, deadlock_timeout="20ms")
-    rows = [Effect.objects.create(event_id=os.urandom(16).hex(), handler="row").pk for _ in "ab"]
-    patient = {"RETRY": {"max_retries": 50, "base_delay": 0.05, "max_delay": 0.5, "jitter": 1.0}}
+    rows = some_rows(2)
+    publish_a_meeting(tmp_path, some_rows(2), apart=9)
     publish_many(("fault.update", rows if n % 2 else rows[::-1]) for n in range(60))
     publish_many((("fault.effect", n) for n in range(60)), key="k")
     publish_many(("fault.effect", n) for n in range(60))
     for _ in range(2):
-        cluster.start_worker("--concurrency", "2", "--batch-size", "10", eventbus=patient)
+        cluster.start_worker("--concurrency", "2", "--batch-size", "10", eventbus=STUBBORN)
     in_the_end(drained)
     invariants.check()
     invariants.check_order_of_effects()
     assert statuses() == {"COMPLETED"}
-    assert Effect.objects.exclude(handler="row").count() == 180
+    assert Effect.objects.exclude(handler="row").count() == 191
+    assert "deadlock detected" in what_they_met(tmp_path), "nothing was tried"
     unlucky = EventLog.objects.exclude(errors=None)
-    figures(f"{unlucky.count()} of 60 events failed at least once")
+    figures(f"{unlucky.count()} of 62 events failed at least once")
     if isolation != "serializable":  # there the innocent are rolled back as well
-        assert set(unlucky.values_list("type", flat=True)) <= {"fault.update"}
+        assert set(unlucky.values_list("type", flat=True)) <= {"fault.update", "fault.meet"}
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+def test_handlers_that_change_the_same_row(cluster, in_the_end, isolation, tmp_path):
+    """F31: who comes second has an old snapshot. It is tried again with a new one."""
+    cluster.primary.configure(default_transaction_isolation=isolation)
+    publish_a_meeting(tmp_path, some_rows(1))
+    cluster.start_worker("--concurrency", "2", "--batch-size", "1", eventbus=STUBBORN)
+    in_the_end(drained)
+    invariants.check()
+    assert "could not serialize" in what_they_met(tmp_path), "nothing was tried"
+    assert statuses() == {"COMPLETED"}
+    assert Effect.objects.exclude(handler="row").count() == 2
 
 
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])

@@ -1,6 +1,8 @@
 """SQLite: several processes at one file, in both kinds of journal (F48)."""
 
+import sqlite3
 import threading
+from contextlib import closing
 
 import pytest
 from django.db import OperationalError, connection, connections
@@ -86,6 +88,7 @@ def drained():
 def all_is_well(count, workers):
     eventually(drained, lambda: "\n".join(worker.log for worker in workers))
     invariants.check()
+    invariants.check_order_of_effects()
     assert Effect.objects.count() == EventLog.objects.filter(status="COMPLETED").count() == count
     assert not [worker.log for worker in workers if "locked" in worker.log]
 
@@ -102,6 +105,16 @@ def test_four_processes_and_one_that_is_killed_in_the_middle_of_a_write(
     assert (tmp_path / "killed").exists()
 
 
+def a_writer_waits():
+    """For readers to leave, before it may write to the file: until then no new one is let in."""
+    with closing(sqlite3.connect(connection.settings_dict["NAME"], timeout=0)) as newcomer:
+        try:
+            newcomer.execute("SELECT count(*) FROM django_eventbus_queuedevent").fetchone()
+        except sqlite3.OperationalError as error:
+            return "locked" in str(error)
+    return False
+
+
 def test_a_long_reader_is_waited_for_and_nothing_fails(journal, start_worker):
     """With a write-ahead log nobody waits for it; without, writers do, and not for ever."""
     count = published()
@@ -110,5 +123,5 @@ def test_a_long_reader_is_waited_for_and_nothing_fails(journal, start_worker):
         if journal == "WAL":
             all_is_well(count, workers)
         else:
-            eventually(lambda: all(worker.process.poll() is None for worker in workers))
+            eventually(a_writer_waits, lambda: workers[0].log)
     all_is_well(count, workers)

@@ -135,6 +135,18 @@ def call_what_is_down(event):
         raise ConnectionError("no route")
 
 
+@handler(
+    "process.broken",
+    name="broken",
+    atomic=False,
+    breaker=CircuitBreaker(min_calls=10, window=3600, open_for=3600),
+    retry={"base_delay": 3600, "max_delay": 3600},
+)
+def fail_always(event):
+    effect(event)
+    raise ConnectionError("no route")
+
+
 @handler("process.rated", name="rated", atomic=False, rate="20/s")
 def run_at_a_rate(event):
     effect(event, repr(time.time()))

@@ -11,6 +11,7 @@ from django_eventbus import retention
 from django_eventbus.models import EventLog
 from django_eventbus.publishing import publish, publish_many
 from django_eventbus.store import postgresql
+from tests.plans import make_tables_as_new
 
 pytestmark = [
     pytest.mark.django_db,
@@ -23,6 +24,7 @@ QUEUE = "django_eventbus_queuedevent"
 @pytest.fixture
 def wrong_statistics(request, settings):
     """The table as ANALYZE saw it, and as it is now."""
+    make_tables_as_new()
     settings.EVENTBUS = {"QUEUES": ["default", "mail"]}
     run(f"ALTER TABLE {QUEUE} SET (autovacuum_enabled = off)")
     if request.param == "analyzed when empty":
@@ -247,6 +249,7 @@ def test_a_claim_works_with_parameters_bound_by_the_server(store, worker_id, mon
     ],
 )
 def test_a_purge_walks_the_log_from_its_old_end(status, index):
+    make_tables_as_new()
     long_ago = datetime(2026, 3, 1, tzinfo=UTC)
     EventLog.objects.bulk_create(
         EventLog(
