@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db.models import QuerySet
+from django.db.models import Count, Max, Min, OuterRef, QuerySet, Subquery
 from django.db.models.functions import Left
 
 from django_eventbus.events import check_payload, class_for, from_payload
@@ -145,10 +145,16 @@ def groups(
     offset: int = 0,
     *,
     count_at_most: int = 10_001,
+    among: QuerySet[DeadEvent] | None = None,
     using: str | None = None,
 ) -> builtins.list[Group]:
     """Those with the newest dead letter first. Reads no more than that: neither all dead letters,
-    nor more than ``MOST_GROUPS`` groups."""
+    nor more than ``MOST_GROUPS`` groups.
+
+    ``among`` some dead letters only, all of those are read.
+    """
+    if among is not None:
+        return _groups_among(among, limit, offset, count_at_most)
     store = store_for(using)
     found = store.dead_groups(at_most=MOST_GROUPS)
     found.sort(key=lambda each: each.last_at, reverse=True)
@@ -166,6 +172,37 @@ def groups(
         )
         for each in chosen
         if each.latest_id in latest
+    ]
+
+
+def _groups_among(
+    rows: QuerySet[DeadEvent], limit: int, offset: int, count_at_most: int
+) -> builtins.list[Group]:
+    alike = rows.filter(error_fingerprint=OuterRef("error_fingerprint")).order_by("-finished_at")
+    found = (
+        rows.order_by()
+        .values("error_fingerprint")
+        .annotate(
+            count=Count("pk"),
+            first_at=Min("finished_at"),
+            last_at=Max("finished_at"),
+            latest_id=Subquery(alike.values("pk")[:1]),
+        )
+        .order_by("-last_at")[offset : offset + limit]
+    )
+    chosen = builtins.list(found)
+    shown = rows.defer(None).defer("payload", "headers", "edits")
+    latest = shown.in_bulk([each["latest_id"] for each in chosen])
+    return [
+        Group(
+            fingerprint=each["error_fingerprint"],
+            count=min(each["count"], count_at_most),
+            first_at=each["first_at"],
+            last_at=each["last_at"],
+            latest=latest[each["latest_id"]],
+        )
+        for each in chosen
+        if each["latest_id"] in latest
     ]
 
 

@@ -50,6 +50,8 @@ class Run:
     ids: list[int] | None = None
     #: What is younger came after the question, and is not meant.
     asked_at: str
+    #: When it was confirmed; empty as long as it is only a question.
+    started_at: str = ""
     expected: int = 0
     #: The filter in words, as it was confirmed.
     conditions: list[str] = field(default_factory=list)
@@ -59,8 +61,9 @@ class Run:
     skipped: int = 0
 
     @property
-    def seconds_since(self) -> float:
-        return (store_for().read_clock() - datetime.fromisoformat(self.asked_at)).total_seconds()
+    def seconds_since_start(self) -> float:
+        started_at = datetime.fromisoformat(self.started_at)
+        return (store_for().read_clock() - started_at).total_seconds()
 
     @property
     def query_string(self) -> str:
@@ -204,7 +207,8 @@ class BulkMixin(EventListMixin):
             form = act.form(request.POST)
             if not form.is_valid():
                 return self._ask(request, run, form=form)
-            run = replace(run, options=form.cleaned_data)
+            now = store_for().read_clock().isoformat()
+            run = replace(run, options=form.cleaned_data, started_at=now)
         by_filter = run.ids is None
         rows = self._matching(request).queryset if by_filter else self.get_queryset(request)
         enough = time.monotonic() + SECONDS
@@ -224,10 +228,13 @@ class BulkMixin(EventListMixin):
     def _do(
         self, request: HttpRequest, act: Act, run: Run, batch: list[tuple[int, uuid.UUID]]
     ) -> Run:
-        with transaction.atomic(using=store_for().using):
+        def work() -> int:
             done = act.do([event_id for _, event_id in batch], run)
             if done:
                 self._write_down(request, act, run, done, batch)
+            return done
+
+        done = store_for().in_transaction(work)
         return replace(
             run,
             last_id=batch[-1][0],

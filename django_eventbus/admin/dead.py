@@ -36,7 +36,7 @@ from django_eventbus.admin.filters import (
     number_range,
     time_range,
 )
-from django_eventbus.admin.payloads import Redaction, as_text
+from django_eventbus.admin.payloads import MisplacedSecret, Redaction, as_text
 from django_eventbus.admin.story import StoryMixin
 from django_eventbus.events import encode
 from django_eventbus.exceptions import EventBusError
@@ -61,7 +61,7 @@ def _retry_later(event_ids: Sequence[uuid.UUID], run: Run) -> int:
     per_minute = run.options["per_minute"]
     turn = run.done * 60 / per_minute
     return dead_letters.retry(
-        event_ids, per_minute=per_minute, delay=max(0.0, turn - run.seconds_since)
+        event_ids, per_minute=per_minute, delay=max(0.0, turn - run.seconds_since_start)
     )
 
 
@@ -134,6 +134,11 @@ class PayloadForm(forms.Form):
     def clean_payload(self) -> Any:
         try:
             return self.redaction.restored(json.loads(self.cleaned_data["payload"]))
+        except MisplacedSecret as error:
+            raise ValidationError(
+                _("“%(dots)s” cannot stand here: hidden values stay in fields that are hidden.")
+                % {"dots": error}
+            ) from None
         except json.JSONDecodeError as error:
             raise ValidationError(_("This is no JSON: %(why)s") % {"why": error}) from None
         except (ValueError, RecursionError) as error:
@@ -210,7 +215,12 @@ class DeadEventAdminMixin(StoryMixin, BulkMixin):
         page = _page_number(request)
         start = (page - 1) * GROUPS_SHOWN
         # One more than is shown tells whether there is another page.
-        found = dead_letters.groups(GROUPS_SHOWN + 1, start, count_at_most=paging.MOST_COUNTED + 1)
+        found = dead_letters.groups(
+            GROUPS_SHOWN + 1,
+            start,
+            count_at_most=paging.MOST_COUNTED + 1,
+            among=self.get_queryset(request) if self.is_narrowed(request) else None,
+        )
         return self.page(
             request,
             "groups",

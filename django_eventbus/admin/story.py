@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from django.contrib.admin.sites import AdminSite
 from django.contrib.admin.utils import unquote
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
@@ -22,15 +23,16 @@ from django.utils.translation import gettext as _
 from django_eventbus.admin.base import EventBusAdminMixin
 from django_eventbus.admin.payloads import Shown, printable, shown
 from django_eventbus.admin.permissions import EDIT, PURGE, RETRY, VIEW_PAYLOAD, may
-from django_eventbus.conf import settings
 from django_eventbus.failures import one_line
-from django_eventbus.models import EventLog, LogStatus, QueuedEvent, QueuedStatus
+from django_eventbus.models import DeadEvent, EventLog, LogStatus, QueuedEvent, QueuedStatus
 from django_eventbus.registry import registry
 from django_eventbus.status import in_words
-from django_eventbus.store import default_alias
 from django_eventbus.store.rows import PARKED
 
+MOST_DIGITS = 19
 MOST_RELATED = 20
+#: One more tells that there are more.
+MOST_FOUND = MOST_RELATED + 1
 MOST_ATTEMPTS = 100
 SECRET = ("payload", "headers", "edits")
 
@@ -46,7 +48,7 @@ class StoryMixin(EventBusAdminMixin):
         event = self.event_of(request, unquote(object_id))
         if event is None:
             return self._where_it_went(request, unquote(object_id))
-        story = Story(event, request, self.admin_site.name)
+        story = Story(event, request, self.admin_site)
         history_url = self.url_of("history", event.pk)
         return self.page(
             request, "story", title=story.type, story=story, event=event, history_url=history_url
@@ -57,11 +59,11 @@ class StoryMixin(EventBusAdminMixin):
         hidden = () if may(request, VIEW_PAYLOAD) else SECRET
         # Lists do without most columns: defer(None) takes that back.
         rows = self.get_queryset(request).defer(None).defer(*hidden)
-        return rows.filter(pk=int(object_id)).first() if object_id.isdecimal() else None
+        return rows.filter(pk=int(object_id)).first() if _is_id(object_id) else None
 
     def _where_it_went(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        if object_id.isdecimal():
-            found = related_events(Q(pk=int(object_id)), request, self.admin_site.name)
+        if _is_id(object_id):
+            found = related_events(Q(pk=int(object_id)), request, self.admin_site)
             url = next((each.url for each in found if each.url), "")
             if url and url != request.path:
                 return HttpResponseRedirect(url)
@@ -69,6 +71,11 @@ class StoryMixin(EventBusAdminMixin):
             request, self.opts, object_id
         )
         return missing
+
+
+def _is_id(text: str) -> bool:
+    """Python refuses to read numbers of thousands of digits."""
+    return text.isdecimal() and len(text) <= MOST_DIGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +109,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Related:
-    """Another event, and the way to its page for those who may see it."""
+    """Another event, and the way to its page; there is none to one that is gone."""
 
     event_id: uuid.UUID
     type: str
@@ -113,7 +120,7 @@ class Related:
 class Story:
     """What the page tells, in the order of the page."""
 
-    def __init__(self, event: Any, request: HttpRequest, site: str) -> None:
+    def __init__(self, event: Any, request: HttpRequest, site: AdminSite) -> None:
         self.event = event
         self.request = request
         self.site = site
@@ -276,7 +283,10 @@ class Story:
             return None
         causes = self._related(Q(event_id=self.event.caused_by))
         unknown = Related(
-            event_id=self.event.caused_by, type=_("an event that is gone"), status="", url=""
+            event_id=self.event.caused_by,
+            type=_("an event that is gone, or not for you to see"),
+            status="",
+            url="",
         )
         return causes[0] if causes else unknown
 
@@ -297,38 +307,31 @@ class Story:
         return related_events(condition, self.request, self.site)
 
 
-def related_events(condition: Q, request: HttpRequest, site: str) -> list[Related]:
-    """Events of this project, queued or ended."""
-    found: list[Related] = []
-    for model in (QueuedEvent, EventLog):
-        rows: QuerySet[Any] = model._default_manager.using(default_alias()).filter(condition)
-        rows = rows.filter(namespace=settings.NAMESPACE).only("event_id", "type", "status")
-        for event in rows.order_by("id")[: MOST_RELATED + 1]:
-            found.append(
-                Related(
-                    event_id=event.event_id,
-                    type=one_line(event.type),
-                    status=status_in_words(event.status),
-                    url=page_of(event, request, site),
-                )
-            )
-    return found
+def related_events(condition: Q, request: HttpRequest, site: AdminSite) -> list[Related]:
+    """Events that the user can find in one of the lists; each as its best page knows it."""
+    found: dict[uuid.UUID, Related] = {}
+    for model in (QueuedEvent, DeadEvent, EventLog):
+        for event in _seen(model, request, site).filter(condition).order_by("id")[:MOST_FOUND]:
+            found.setdefault(event.event_id, _related(event, site))
+    return list(found.values())
 
 
-def page_of(event: Any, request: HttpRequest, site: str) -> str:
-    """Where the user may see an event; empty if nowhere."""
-    if isinstance(event, QueuedEvent):
-        pages = ["queuedevent"]
-    elif event.status != LogStatus.COMPLETED:
-        pages = ["deadevent", "eventlog"]
-    else:
-        pages = ["eventlog"]
-    for name in pages:
-        if may(request, f"django_eventbus.view_{name}"):
-            return reverse(
-                f"admin:django_eventbus_{name}_change", args=[event.pk], current_app=site
-            )
-    return ""
+def _seen(model: type[Any], request: HttpRequest, site: AdminSite) -> QuerySet[Any]:
+    page = site._registry.get(model)
+    rows: QuerySet[Any] = model._default_manager.none()
+    if page is not None and page.has_view_permission(request):
+        rows = page.get_queryset(request).only("event_id", "type", "status")
+    return rows
+
+
+def _related(event: Any, site: AdminSite) -> Related:
+    name = f"admin:{event._meta.app_label}_{event._meta.model_name}_change"
+    return Related(
+        event_id=event.event_id,
+        type=one_line(event.type),
+        status=status_in_words(event.status),
+        url=reverse(name, args=[event.pk], current_app=site.name),
+    )
 
 
 def status_in_words(status: str) -> str:

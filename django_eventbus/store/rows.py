@@ -69,6 +69,7 @@ def parked_for(delay: float) -> datetime | None:
 
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
+Done = TypeVar("Done")
 
 
 def retried(verb: Verb) -> Verb:
@@ -163,6 +164,12 @@ class Rows:
 
     def atomic(self) -> Any:
         return transaction.atomic(using=self.using)
+
+    @retried
+    def in_transaction(self, work: Callable[[], Done]) -> Done:
+        """Verbs and what belongs to them, together or not at all. ``work`` may be called again."""
+        with self.atomic():
+            return work()
 
     def is_conflict(self, error: Exception) -> bool:
         code = getattr(error.__cause__, "sqlstate", None) or (error.args and error.args[0])

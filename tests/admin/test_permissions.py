@@ -3,6 +3,8 @@
 S02 to S06 of the requirements the bus was built to.
 """
 
+from datetime import timedelta
+
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.sites import site
@@ -13,7 +15,7 @@ from django_eventbus import publish, queued
 from django_eventbus.admin.dead import DeadEventAdminMixin
 from django_eventbus.models import DeadEvent, EventLog, QueuedEvent
 from tests.admin.conftest import ROLES, url
-from tests.test_dead_letters import dead_letter
+from tests.test_dead_letters import NOON, dead_letter
 
 pytestmark = pytest.mark.django_db
 
@@ -212,6 +214,52 @@ def test_an_admin_that_shows_less_lets_less_be_done(client_of, rows, monkeypatch
     for each in (token, chosen_token):
         client.post(url("deadevent_bulk", "purge"), {"run": each})
     assert everything() == before
+
+
+@pytest.fixture
+def mine_only(monkeypatch):
+    """A project whose admins show only what its own producer published."""
+
+    def narrow(page):
+        seen = page.get_queryset
+        monkeypatch.setattr(
+            page, "get_queryset", lambda request: seen(request).filter(producer="mine")
+        )
+
+    for model in (DeadEvent, EventLog, QueuedEvent):
+        narrow(site._registry[model])
+
+
+def test_groups_are_made_of_what_the_admin_shows(client_of, mine_only):
+    """S05."""
+    client = client_of("chief")
+    for who in ("mine", "mine", "theirs"):
+        letter = dead_letter(error=KeyError(who))
+        EventLog.objects.filter(pk=letter.pk).update(
+            producer=who, error_fingerprint="a" * 16, finished_at=NOON
+        )
+    EventLog.objects.filter(producer="theirs").update(finished_at=NOON + timedelta(days=1))
+    other = dead_letter("other", error=ValueError("theirs"), handler_name="their.handler")
+    (group,) = client.get(url("deadevent_groups")).context["groups"]
+    assert (str(group["count"]), group["last_at"], group["message"]) == ("2", NOON, "'mine'")
+    fingerprint = EventLog.objects.get(pk=other.pk).error_fingerprint
+    page = client.get(url("deadevent_changelist", query=f"?group={fingerprint}"))
+    assert "their.handler" not in page.content.decode()
+
+
+def test_related_events_are_those_the_admin_shows(client_of, mine_only):
+    """S05."""
+    client, letter = client_of("chief"), dead_letter()
+    cause, effect = publish("their.cause", delay=60), publish("their.effect", delay=60)
+    EventLog.objects.update(producer="mine", caused_by=cause.event_id)
+    QueuedEvent.objects.filter(pk=effect.pk).update(caused_by=letter.event_id)
+    page = client.get(url("deadevent_change", letter.pk)).content.decode()
+    assert "not for you to see" in page
+    assert "their." not in page
+    QueuedEvent.objects.update(producer="mine")
+    page = client.get(url("deadevent_change", letter.pk)).content.decode()
+    assert "their.cause" in page
+    assert "their.effect" in page
 
 
 def test_a_retry_can_change_neither_type_nor_payload(client_of):

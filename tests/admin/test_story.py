@@ -99,7 +99,9 @@ def test_only_so_many_effects_are_shown(chief):
 def test_a_cause_that_is_gone_is_still_named(chief):
     letter, cause = dead_letter(), uuid.uuid4()
     EventLog.objects.update(caused_by=cause)
-    assert f"an event that is gone {cause}" in text_of(story_of(chief, letter))
+    assert f"an event that is gone, or not for you to see {cause}" in text_of(
+        story_of(chief, letter)
+    )
 
 
 def test_a_story_is_told_by_few_queries(chief):
@@ -123,7 +125,7 @@ def test_an_event_that_moved_on_is_shown_where_it_is(chief):
 
 
 @pytest.mark.parametrize("name", ["deadevent", "eventlog", "queuedevent"])
-@pytest.mark.parametrize("pk", ["999999999", "9" * 30, "x", "0x1", "-1", "²"])
+@pytest.mark.parametrize("pk", ["999999999", "9" * 30, "9" * 4400, "x", "0x1", "-1", "²"])
 def test_an_event_that_never_was_is_missing(chief, name, pk):
     response = chief.get(url(f"{name}_change", pk), follow=True)
     assert "exist. Perhaps it was deleted?" in text_of(response)

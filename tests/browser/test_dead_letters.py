@@ -84,6 +84,20 @@ def test_a_thousand_that_match_a_filter_are_retried(browse, chief, thousand, mon
     assert LogEntry.objects.count() == 2
 
 
+def test_who_comes_back_to_a_stopped_run_does_not_set_it_going_again(
+    browse, chief, thousand, monkeypatch
+):
+    """Chromium asks before it sends a form again; the page is told that it was come back to."""
+    monkeypatch.setattr(bulk, "SECONDS", 0)
+    page = browse(chief, f"{LIST}?handler=mail.send")
+    page.add_init_script("performance.getEntriesByType = () => [{type: 'back_forward'}]")
+    page.get_by_role("link", name="Purge all that match").click()
+    page.get_by_role("button", name="Purge").click()
+    page.wait_for_load_state("networkidle")
+    expect(page.get_by_role("status")).to_contain_text("500 of")
+    assert DeadEvent.objects.count() == 501
+
+
 def test_without_scripts_a_run_goes_on_with_its_button(browse, chief, thousand, monkeypatch):
     monkeypatch.setattr(bulk, "SECONDS", 0)
     page = browse(chief, f"{LIST}?handler=mail.send", java_script_enabled=False)
