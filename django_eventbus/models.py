@@ -60,7 +60,8 @@ class EventFields(models.Model):
     due_at = models.DateTimeField(_("due at"), null=True)
     processing_started_at = models.DateTimeField(_("processing started at"), null=True)
     claimed_by = models.UUIDField(_("claimed by"), null=True)
-    # Per handler: done, dead, or due when. NULL until something fails.
+    # Per handler: done (when, and in how many seconds), dead, or due when. NULL if all goes well at
+    # once.
     deliveries = models.JSONField(_("deliveries"), null=True, encoder=DjangoJSONEncoder)
     errors = models.JSONField(_("errors"), null=True, encoder=DjangoJSONEncoder)
     # The payloads that an operator replaced, with when and by whom. No claim reads it.

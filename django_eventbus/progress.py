@@ -171,12 +171,17 @@ class Progress:
 
     def _with(self, outcomes: list[Outcome]) -> tuple[dict[str, State], list[dict[str, Any]]]:
         states, errors = dict(self.states), list(self.errors)
+        # They ran one after the other, the last until now.
+        ended_at = self.event.database_now() - timedelta(seconds=sum(o.seconds for o in outcomes))
         for each in outcomes:
+            ended_at += timedelta(seconds=each.seconds)
             failed = self._failures(each.handler)
             states[each.handler] = state = {"state": each.state, "failures": failed}
             if each.error:
                 state["failures"] = failed + 1
                 errors.append(each.error)
+            else:
+                state |= {"at": ended_at.isoformat(), "seconds": round(each.seconds, 3)}
             if each.retry_in is not None:
                 due = self.event.database_now() + timedelta(seconds=each.retry_in)
                 state["due"] = due.isoformat()

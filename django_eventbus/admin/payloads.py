@@ -25,13 +25,17 @@ class Shown:
 
 
 def shown(value: Any) -> Shown:
-    text = as_text(Redaction(value).public)
-    return Shown(text[:MOST_SHOWN], max(0, len(text) - MOST_SHOWN))
+    text = _json(Redaction(value).public)
+    # Cut first: to look at every letter of a huge one takes seconds.
+    return Shown(printable(text[:MOST_SHOWN]), max(0, len(text) - MOST_SHOWN))
 
 
 def as_text(value: Any) -> str:
-    text = json.dumps(value, cls=DjangoJSONEncoder, ensure_ascii=False, indent=2)
-    return printable(text)
+    return printable(_json(value))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, cls=DjangoJSONEncoder, ensure_ascii=False, indent=2)
 
 
 def printable(text: str) -> str:

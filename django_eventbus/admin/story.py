@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.contrib.admin.sites import AdminSite
@@ -18,8 +18,11 @@ from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.functional import cached_property
+from django.utils.text import capfirst
 from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
+from django_eventbus.admin import audit
 from django_eventbus.admin.base import EventBusAdminMixin
 from django_eventbus.admin.payloads import Shown, printable, shown
 from django_eventbus.admin.permissions import EDIT, PURGE, RETRY, VIEW_PAYLOAD, may
@@ -27,13 +30,15 @@ from django_eventbus.failures import one_line
 from django_eventbus.models import DeadEvent, EventLog, LogStatus, QueuedEvent, QueuedStatus
 from django_eventbus.registry import registry
 from django_eventbus.status import in_words
-from django_eventbus.store.rows import PARKED
+from django_eventbus.store.rows import NEVER, PARKED
 
 MOST_DIGITS = 19
 MOST_RELATED = 20
 #: One more tells that there are more.
 MOST_FOUND = MOST_RELATED + 1
 MOST_ATTEMPTS = 100
+#: An edit and its entry in the history are written by two clocks.
+SAME_MOMENT = timedelta(seconds=10)
 SECRET = ("payload", "headers", "edits")
 
 
@@ -192,8 +197,29 @@ class Story:
         ]
 
     @property
+    def has_due(self) -> bool:
+        return any(each.due for each in self.deliveries)
+
+    @property
+    def smoothly(self) -> str:
+        """How an event ended of which nothing was written down."""
+        names = sorted(registry.handlers_for(self.event.type).names)
+        if not names:
+            return _("Every handler did it at the first attempt.")
+        today = {"handlers": one_line(", ".join(names))}
+        text = _("Every handler did it at the first attempt. Today these are: %(handlers)s.")
+        return text % today
+
+    @property
     def moments(self) -> list[Moment]:
-        told = [*self._due(), *self._edits(), *self._attempts()]
+        told = [
+            *self._left_out(),
+            *self._due(),
+            *self._deeds(),
+            *self._edits(),
+            *self._attempts(),
+            *self._successes(),
+        ]
         told.sort(key=lambda each: each.at or self.event.created_at)
         return [self._published(), *told, *self._end()]
 
@@ -212,13 +238,39 @@ class Story:
         if self._due_at > self.event.created_at and (end is None or self._due_at <= end):
             yield Moment(at=self._due_at, what=_("Due"))
 
+    def _deeds(self) -> Iterator[Moment]:
+        """What operators did to this very event: a retry forgets the errors before it."""
+        for entry in audit.entries_of(self.event.pk, DeadEvent, QueuedEvent, EventLog):
+            name = entry.user.get_username()
+            if not self._is_told_as_edit(name, entry.action_time):
+                done = {"what": capfirst(one_line(entry.change_message)), "name": one_line(name)}
+                yield Moment(at=entry.action_time, what=_("%(what)s by %(name)s") % done)
+
+    def _is_told_as_edit(self, name: str, moment: datetime) -> bool:
+        return any(
+            edit["by"] == name and abs((_moment(edit["at"]) or NEVER) - moment) < SAME_MOMENT
+            for edit in self._seen_edits
+        )
+
+    @property
+    def _seen_edits(self) -> list[dict[str, Any]]:
+        return (self.event.edits or []) if self.may_see_payload else []
+
     def _edits(self) -> Iterator[Moment]:
-        if not self.may_see_payload:
-            return
-        for edit in self.event.edits or []:
+        for edit in self._seen_edits:
             by = {"name": one_line(edit["by"] or _("somebody"))}
             what = _("Retried by %(name)s with another payload. Before, it was:") % by
             yield Moment(at=_moment(edit["at"]), what=what, payload=shown(edit["payload"]))
+
+    def _left_out(self) -> Iterator[Moment]:
+        count = len(self.event.errors or []) - MOST_ATTEMPTS
+        if count > 0:
+            text = ngettext(
+                "%(count)s earlier attempt is not shown.",
+                "%(count)s earlier attempts are not shown.",
+                count,
+            )
+            yield Moment(at=None, what=text % {"count": count})
 
     def _attempts(self) -> Iterator[Moment]:
         before: dict[str, datetime] = {}
@@ -249,6 +301,16 @@ class Story:
         if not error["handler"]:
             return str(facts["error"])
         return _("%(handler)s failed at attempt %(attempt)s: %(error)s") % facts
+
+    def _successes(self) -> Iterator[Moment]:
+        for name, state in (self.event.deliveries or {}).items():
+            if state["state"] == "done" and "at" in state:
+                done = {"handler": one_line(name), "attempt": state["failures"] + 1}
+                yield Moment(
+                    at=_moment(state["at"]),
+                    what=_("%(handler)s done at attempt %(attempt)s") % done,
+                    took=in_words(state["seconds"]),
+                )
 
     def _end(self) -> Iterator[Moment]:
         event = self.event
