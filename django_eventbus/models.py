@@ -173,6 +173,12 @@ class EventLog(EventFields):
                 condition=~models.Q(status=LogStatus.COMPLETED),
                 full_fields=("namespace", "status", "finished_at"),
             ),
+            PartialIndex(
+                name="eventbus_log_handler",
+                fields=("namespace", "dead_handler", "finished_at", "id"),
+                condition=~models.Q(status=LogStatus.COMPLETED),
+                full_fields=("namespace", "dead_handler", "finished_at"),
+            ),
             # Dead letters have a fingerprint, and nothing else has: their groups are found by
             # stepping from one to the next.
             PartialIndex(

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, TypeVar, cast
 from django.db import InterfaceError, OperationalError, connections, transaction
 from django.db.models import Case, DateTimeField, F, Q, QuerySet, Value, When
 from django.db.models.expressions import Combinable
-from django.db.models.functions import Now
+from django.db.models.functions import Left, Now
+from django.db.models.lookups import Exact
 
 from django_eventbus.conf import settings
 from django_eventbus.models import (
@@ -174,6 +175,10 @@ class Rows:
     def is_conflict(self, error: Exception) -> bool:
         code = getattr(error.__cause__, "sqlstate", None) or (error.args and error.args[0])
         return code in self.conflicts
+
+    def starting_with(self, column: str, start: str) -> Q:
+        """Not startswith: SQLite's LIKE takes "Order" and "order" for the same."""
+        return Q(Exact(Left(column, len(start)), start))
 
     def locked(self, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Lock rows that nobody else holds, where the database can pass over the others."""
