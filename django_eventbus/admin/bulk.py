@@ -31,6 +31,7 @@ from django.utils.translation import ngettext
 
 from django_eventbus.admin import audit
 from django_eventbus.admin.lists import EventChangeList, EventListMixin
+from django_eventbus.admin.paging import Grouped, grouped
 from django_eventbus.store import store_for
 
 BATCH = 500
@@ -87,6 +88,8 @@ class Act:
     told: Any
     do: Callable[[Sequence[uuid.UUID], Run], int]
     warning: Any = ""
+    #: It cannot be undone.
+    is_final: bool = False
     form: type[forms.Form] = forms.Form
     flag: int = CHANGE
 
@@ -124,7 +127,11 @@ class BulkMixin(EventListMixin):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         self._refuse_what_is_not_offered(request)
         acts = [
-            {"label": act.label_all, "url": self.url_of("bulk", act.name)}
+            {
+                "label": act.label_all,
+                "url": self.url_of("bulk", act.name),
+                "is_final": act.is_final,
+            }
             for act in self.offered(request)
         ]
         return super().changelist_view(request, {"acts": acts, **(extra_context or {})})
@@ -196,7 +203,7 @@ class BulkMixin(EventListMixin):
         complaints: Sequence[str] = (),
     ) -> TemplateResponse:
         act = self._act_of(run)
-        question = act.question % {"count": run.expected}
+        question = act.question % {"count": Grouped(run.expected)}
         form = form or act.form()
         facts = {"title": question, "act": act, "form": form, "complaints": complaints}
         return self._page(request, "confirm", run, **facts)
@@ -215,9 +222,17 @@ class BulkMixin(EventListMixin):
         while before := self._next_batch(rows, run):
             run = self._do(request, act, run, before)
             if time.monotonic() >= enough:
-                return self._page(request, "progress", run, title=act.label, act=act)
+                return self._show_progress(request, act, run)
         self._tell_end(request, act, run)
         return HttpResponseRedirect(self.url_of("changelist") + run.query_string)
+
+    def _show_progress(self, request: HttpRequest, act: Act, run: Run) -> TemplateResponse:
+        counts = {
+            "done": grouped(run.done),
+            "expected": grouped(run.expected),
+            "skipped": grouped(run.skipped),
+        }
+        return self._page(request, "progress", run, title=act.label, act=act, **counts)
 
     # -- the work
 
@@ -268,13 +283,13 @@ class BulkMixin(EventListMixin):
         return f"{count} {self.opts.verbose_name_plural}"
 
     def _tell_end(self, request: HttpRequest, act: Act, run: Run) -> None:
-        parts = [act.told % {"count": run.done}]
+        parts = [act.told % {"count": Grouped(run.done)}]
         if run.skipped:
             skipped = ngettext("%(count)s was skipped", "%(count)s were skipped", run.skipped)
-            parts.append(skipped % {"count": run.skipped})
+            parts.append(skipped % {"count": Grouped(run.skipped)})
         if run.gone:
             gone = ngettext("%(count)s was gone before", "%(count)s were gone before", run.gone)
-            parts.append(gone % {"count": run.gone})
+            parts.append(gone % {"count": Grouped(run.gone)})
         level = messages.SUCCESS if run.done else messages.WARNING
         self.message_user(request, f"{'; '.join(map(str, parts))}.", level)
 

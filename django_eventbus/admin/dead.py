@@ -110,6 +110,7 @@ ACTS = (
         told=ngettext_lazy("%(count)s event purged", "%(count)s events purged", "count"),
         warning=gettext_lazy("They are deleted for good, with their payloads and errors."),
         do=_purge,
+        is_final=True,
         flag=DELETION,
     ),
 )
@@ -170,12 +171,21 @@ def edit(model_admin: Any, request: HttpRequest, rows: QuerySet[Any]) -> Any:
 class DeadEventAdminMixin(StoryMixin, BulkMixin):
     acts = ACTS
     actions = (edit,)
-    list_display = ("age", "shown_type", "shown_handler", "shown_error", "attempts", "shown_status")
+    list_display = (
+        "age",
+        "shown_type",
+        "shown_key",
+        "shown_handler",
+        "shown_error",
+        "attempts",
+        "shown_status",
+    )
     list_display_links = ("shown_type",)
     list_columns = (
         "event_id",
         "finished_at",
         "type",
+        "key",
         "dead_handler",
         "error_type",
         "attempts",
@@ -228,6 +238,7 @@ class DeadEventAdminMixin(StoryMixin, BulkMixin):
             groups=[self._shown_group(request, group) for group in found[:GROUPS_SHOWN]],
             previous=page - 1,
             next=page + 1 if len(found) > GROUPS_SHOWN else 0,
+            most_groups=paging.grouped(dead_letters.MOST_GROUPS) if found.is_capped else "",
         )
 
     def _shown_group(self, request: HttpRequest, group: dead_letters.Group) -> dict[str, Any]:
@@ -243,7 +254,11 @@ class DeadEventAdminMixin(StoryMixin, BulkMixin):
             "last_at": group.last_at,
             "list_url": self.url_of("changelist") + query,
             "acts": [
-                {"label": act.label, "url": self.url_of("bulk", act.name) + query}
+                {
+                    "label": act.label,
+                    "url": self.url_of("bulk", act.name) + query,
+                    "is_final": act.is_final,
+                }
                 for act in self.offered(request)
             ],
         }

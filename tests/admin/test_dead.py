@@ -9,9 +9,11 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.db import OperationalError, connection
 from django.test.utils import CaptureQueriesContext
+from django.utils import translation
 
 from django_eventbus import dead_letters, handler, publish, queued
 from django_eventbus.admin import bulk, paging
+from django_eventbus.admin.dead import ACTS
 from django_eventbus.models import DeadEvent, EventLog, QueuedEvent
 from django_eventbus.store import store_for
 from django_eventbus.store.base import Store
@@ -62,9 +64,9 @@ def told(client, response):
 
 
 def test_the_list_tells_what_died_of_what(chief):
-    dead_letter("order.placed", error=KeyError("stock"))
+    dead_letter("order.placed", key="order:7", error=KeyError("stock"))
     page = text_of(chief.get(url(LIST)))
-    for word in ("order.placed", "shop.ship", "KeyError", "failed"):
+    for word in ("order.placed", "order:7", "shop.ship", "KeyError", "failed"):
         assert word in page
 
 
@@ -274,6 +276,31 @@ def test_chosen_letters_are_retried_after_a_question(chief):
     assert DeadEvent.objects.count() == 3
     assert told(chief, confirm(chief, page, "retry")) == "2 events retried."
     assert DeadEvent.objects.get() == second
+
+
+@pytest.mark.parametrize(
+    ("language", "question"),
+    [("en", "Retry 1,234,567 dead letters?"), ("de", "1.234.567 tote Ereignisse wiederholen?")],
+)
+def test_a_question_groups_the_digits_of_its_count(language, question):
+    with translation.override(language):
+        assert ACTS[0].question % {"count": paging.Grouped(1_234_567)} == question
+
+
+def test_what_cannot_be_undone_looks_like_it(chief, two):
+    purge = re.compile(r'class="button[^"]* ?eventbus-final[^"]*"[^>]*>Purge')
+    for page in (
+        chief.get(url(LIST, query="?queue=mail")),
+        ask_for_all(chief, "purge"),
+        chief.get(url("deadevent_change", two[0].pk)),
+    ):
+        assert purge.search(page.content.decode())
+    assert "eventbus-final" not in ask_for_all(chief, "retry").content.decode()
+
+
+def test_all_there_are_is_offered_more_quietly_than_what_a_filter_chose(chief, two):
+    assert "eventbus-quiet" in chief.get(url(LIST)).content.decode()
+    assert "eventbus-quiet" not in chief.get(url(LIST, query="?queue=mail")).content.decode()
 
 
 def test_all_that_match_are_meant_by_the_link_of_the_list_too(chief, two):
@@ -514,6 +541,17 @@ def test_groups_come_in_pages(chief, monkeypatch):
     assert not second.context["next"]
     for odd in ("x", "-1", "0", "9" * 30):
         assert chief.get(url("deadevent_groups", query=f"?p={odd}")).status_code == 200
+
+
+def test_groups_that_are_not_looked_at_are_owned_up_to(chief, monkeypatch):
+    monkeypatch.setattr(dead_letters, "MOST_GROUPS", 2)
+    for name in ("a", "b"):
+        dead_letter(handler_name=name)
+    assert "There are more than" not in text_of(chief.get(url("deadevent_groups")))
+    dead_letter(handler_name="c")
+    page = chief.get(url("deadevent_groups"))
+    assert "There are more than 2 groups" in text_of(page)
+    assert len(page.context["groups"]) == 2
 
 
 # -- editing

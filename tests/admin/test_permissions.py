@@ -251,7 +251,7 @@ def test_nobody_is_offered_what_they_may_not_do(client_of, rows, role):
         assert "Run now" not in page
         if role == "viewer":
             assert "Purge" not in page
-            assert "Discard" not in page
+            assert "Cancel" not in page
 
 
 def test_an_admin_that_shows_less_lets_less_be_done(client_of, rows, monkeypatch):

@@ -126,6 +126,13 @@ def test_only_a_story_with_something_due_has_a_column_for_it(chief):
     assert "Handler State Failures Due Actions" in page
 
 
+def test_pages_with_times_name_the_zone_once(chief, settings):
+    settings.TIME_ZONE = "Asia/Tokyo"
+    letter = dead_letter()
+    for page in (story_of(chief, letter), chief.get(url("deadevent_groups"))):
+        assert text_of(page).count("Times are those of Asia/Tokyo.") == 1
+
+
 def test_a_story_names_the_cause_and_what_was_published_in_turn(chief):
     @handler("order.placed", name="orders")
     def place(event):

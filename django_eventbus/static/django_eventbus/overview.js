@@ -7,6 +7,7 @@ document.addEventListener("DOMContentLoaded", () => {
         return;
     }
     const news = document.getElementById("eventbus-news");
+    const asOf = document.getElementById("eventbus-as-of");
     const button = document.createElement("button");
     let paused = false;
     let fetching = false;
@@ -67,11 +68,13 @@ document.addEventListener("DOMContentLoaded", () => {
         }
         live.replaceChildren(...fresh.childNodes);
         refocus();
+        asOf.textContent = live.querySelector("[data-as-of]").dataset.asOf;
+        asOf.classList.remove("eventbus-stale");
         tell(live.querySelector("[data-news]").dataset.news);
     }
 
     function showLost() {
-        live.querySelector(".eventbus-asof").classList.add("eventbus-stale");
+        asOf.classList.add("eventbus-stale");
         tell(live.dataset.lost);
     }
 
