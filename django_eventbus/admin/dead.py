@@ -22,6 +22,7 @@ from django.http import (
     HttpResponseRedirect,
 )
 from django.utils.crypto import constant_time_compare, salted_hmac
+from django.utils.html import escape, format_html_join
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext_lazy
 
@@ -206,7 +207,9 @@ class DeadEventAdminMixin(StoryMixin, BulkMixin):
 
     @admin.display(description=gettext_lazy("error"))
     def shown_error(self, event: DeadEvent) -> str:
-        return one_line(event.error_type)
+        """A line may end after a dot, and else had to be as long as the whole name."""
+        *modules, name = one_line(event.error_type).split(".")
+        return format_html_join("", "{}.<wbr>", ((each,) for each in modules)) + escape(name)
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         context = {"groups_url": self.url_of("groups"), **(extra_context or {})}
