@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db.models import QuerySet
-from django.db.models.functions import Left
+from django.db.models import Count, Max, Min, OuterRef, Q, QuerySet, Subquery
 
 from django_eventbus.events import check_payload, class_for, from_payload
 from django_eventbus.models import DeadEvent, EventLog
 from django_eventbus.publishing import wake_on_commit
 from django_eventbus.retention import moment, purge_in_batches
-from django_eventbus.store import store_for
+from django_eventbus.store import Store, store_for
 
 CHUNK = 1000
 MOST_GROUPS = 1000
@@ -38,7 +37,7 @@ def matching(
     store = store_for(using)
     rows: QuerySet[DeadEvent] = DeadEvent.objects.using(store.using)
     if type is not None:
-        rows = _of_type(rows, type)
+        rows = rows.filter(_of_type(store, type))
     if event_id is not None:
         rows = rows.filter(event_id__in=_ids(event_id))
     exact = {
@@ -140,23 +139,38 @@ class Group:
     latest: DeadEvent
 
 
+class Groups(builtins.list[Group]):
+    """A page of groups; ``is_capped`` if there are more than ``MOST_GROUPS`` in all: the others
+    are not looked at."""
+
+    is_capped = False
+
+
 def groups(
     limit: int = 100,
     offset: int = 0,
     *,
     count_at_most: int = 10_001,
+    among: QuerySet[DeadEvent] | None = None,
     using: str | None = None,
-) -> builtins.list[Group]:
+) -> Groups:
     """Those with the newest dead letter first. Reads no more than that: neither all dead letters,
-    nor more than ``MOST_GROUPS`` groups."""
+    nor more than ``MOST_GROUPS`` groups.
+
+    ``among`` some dead letters only, all of those are read.
+    """
+    if among is not None:
+        return _groups_among(among, limit, offset, count_at_most)
     store = store_for(using)
-    found = store.dead_groups(at_most=MOST_GROUPS)
+    found = store.dead_groups(at_most=MOST_GROUPS + 1)
+    is_capped = len(found) > MOST_GROUPS
+    found = found[:MOST_GROUPS]
     found.sort(key=lambda each: each.last_at, reverse=True)
     chosen = found[offset : offset + limit]
     counts = store.count_dead([each.fingerprint for each in chosen], at_most=count_at_most)
     rows = matching(using=store.using).defer("payload", "headers", "edits")
     latest = rows.in_bulk([each.latest_id for each in chosen])
-    return [
+    page = Groups(
         Group(
             fingerprint=each.fingerprint,
             count=counts[each.fingerprint],
@@ -166,17 +180,47 @@ def groups(
         )
         for each in chosen
         if each.latest_id in latest
-    ]
+    )
+    page.is_capped = is_capped
+    return page
 
 
-def _of_type(rows: QuerySet[DeadEvent], type_name: str) -> QuerySet[DeadEvent]:
+def _groups_among(rows: QuerySet[DeadEvent], limit: int, offset: int, count_at_most: int) -> Groups:
+    alike = rows.filter(error_fingerprint=OuterRef("error_fingerprint")).order_by("-finished_at")
+    found = (
+        rows.order_by()
+        .values("error_fingerprint")
+        .annotate(
+            count=Count("pk"),
+            first_at=Min("finished_at"),
+            last_at=Max("finished_at"),
+            latest_id=Subquery(alike.values("pk")[:1]),
+        )
+        .order_by("-last_at")[offset : offset + limit]
+    )
+    chosen = builtins.list(found)
+    shown = rows.defer(None).defer("payload", "headers", "edits")
+    latest = shown.in_bulk([each["latest_id"] for each in chosen])
+    return Groups(
+        Group(
+            fingerprint=each["error_fingerprint"],
+            count=min(each["count"], count_at_most),
+            first_at=each["first_at"],
+            last_at=each["last_at"],
+            latest=latest[each["latest_id"]],
+        )
+        for each in chosen
+        if each["latest_id"] in latest
+    )
+
+
+def _of_type(store: Store, type_name: str) -> Q:
     prefix, star, rest = type_name.partition("*")
     if rest:
         raise ValueError(f"a star may only end a type: {type_name!r}")
     if not star:
-        return rows.filter(type=type_name)
-    # Not startswith: SQLite's LIKE takes "Order" and "order" for the same.
-    return rows.annotate(start=Left("type", len(prefix))).filter(start=prefix) if prefix else rows
+        return Q(type=type_name)
+    return store.starting_with("type", prefix) if prefix else Q()
 
 
 def _required(event: Any, filters: dict[str, Any]) -> None:

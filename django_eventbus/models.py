@@ -60,7 +60,8 @@ class EventFields(models.Model):
     due_at = models.DateTimeField(_("due at"), null=True)
     processing_started_at = models.DateTimeField(_("processing started at"), null=True)
     claimed_by = models.UUIDField(_("claimed by"), null=True)
-    # Per handler: done, dead, or due when. NULL until something fails.
+    # Per handler: done (when, and in how many seconds), dead, or due when. NULL if all goes well at
+    # once.
     deliveries = models.JSONField(_("deliveries"), null=True, encoder=DjangoJSONEncoder)
     errors = models.JSONField(_("errors"), null=True, encoder=DjangoJSONEncoder)
     # The payloads that an operator replaced, with when and by whom. No claim reads it.
@@ -171,6 +172,12 @@ class EventLog(EventFields):
                 fields=("namespace", "finished_at", "id"),
                 condition=~models.Q(status=LogStatus.COMPLETED),
                 full_fields=("namespace", "status", "finished_at"),
+            ),
+            PartialIndex(
+                name="eventbus_log_handler",
+                fields=("namespace", "dead_handler", "finished_at", "id"),
+                condition=~models.Q(status=LogStatus.COMPLETED),
+                full_fields=("namespace", "dead_handler", "finished_at"),
             ),
             # Dead letters have a fingerprint, and nothing else has: their groups are found by
             # stepping from one to the next.

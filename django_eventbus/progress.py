@@ -171,16 +171,29 @@ class Progress:
 
     def _with(self, outcomes: list[Outcome]) -> tuple[dict[str, State], list[dict[str, Any]]]:
         states, errors = dict(self.states), list(self.errors)
-        for each in outcomes:
+        for each, ended_at in zip(outcomes, self._ends(outcomes), strict=True):
             failed = self._failures(each.handler)
             states[each.handler] = state = {"state": each.state, "failures": failed}
             if each.error:
                 state["failures"] = failed + 1
                 errors.append(each.error)
+            else:
+                state |= {"at": ended_at.isoformat(), "seconds": round(each.seconds, 3)}
             if each.retry_in is not None:
                 due = self.event.database_now() + timedelta(seconds=each.retry_in)
                 state["due"] = due.isoformat()
         return states, errors
+
+    def _ends(self, outcomes: list[Outcome]) -> list[datetime]:
+        """When each ended: they ran one after the other, the last until now."""
+        ends: list[datetime] = []
+        end = self.event.database_now()
+        for each in reversed(outcomes):
+            if each.error:
+                end = datetime.fromisoformat(each.error["at"])
+            ends.append(end)
+            end -= timedelta(seconds=each.seconds)
+        return ends[::-1]
 
     def settlement(self) -> Settlement:
         """What to write for the event as things stand."""

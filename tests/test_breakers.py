@@ -145,9 +145,7 @@ def test_other_handlers_of_the_event_are_not_held_up(service):
     publish("x", 10)
     drain()
     assert Effect.objects.count() == 5
-    assert QueuedEvent.objects.get(payload=10).deliveries == {
-        "writes": {"state": "done", "failures": 0}
-    }
+    assert list(QueuedEvent.objects.get(payload=10).deliveries) == ["writes"]
 
 
 def test_successes_keep_a_breaker_closed(service):

@@ -88,9 +88,9 @@ def test_only_the_paused_handler_waits(ran):
     drain()
     assert ran == [("ships", 1), ("calls", 1)]
     row = QueuedEvent.objects.get()
-    assert row.deliveries == {
-        "ships": {"state": "done", "failures": 0},
-        "calls": {"state": "done", "failures": 0},
+    assert {name: each["state"] for name, each in row.deliveries.items()} == {
+        "ships": "done",
+        "calls": "done",
     }
     gates.resume(handler="mails")
     drain()

@@ -39,6 +39,7 @@ def test_every_index_exists_on_every_database():
         "eventbus_lane_ready",
         "eventbus_log_finished",
         "eventbus_log_dead",
+        "eventbus_log_handler",
         "eventbus_log_group",
         "eventbus_log_caused",
         "eventbus_caused",

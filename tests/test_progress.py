@@ -292,11 +292,32 @@ def test_a_retry_that_succeeds_completes_the_event_and_keeps_its_story(handlers)
     assert settlement == Finished(
         row_id=7,
         status=LogStatus.COMPLETED,
-        deliveries={"a": DONE, "b": {"state": "done", "failures": 1}},
+        deliveries={"a": DONE, "b": settlement.deliveries["b"]},
         errors=[error_of("b")],
     )
+    b = settlement.deliveries["b"]
+    assert (b["state"], b["failures"], b["seconds"]) == ("done", 1, 0.1)
     assert settlement.dead_handler == ""
     assert settlement.error_type == ""
+
+
+def test_a_handler_that_is_done_is_told_with_its_own_end_not_that_of_the_last(handlers):
+    handlers("a", "b")
+    progress = Progress(claimed())
+    progress.succeed("a", 2.0)
+    progress.fail("b", BOOM, RetryPolicy(), 60.0)
+    done = progress.settlement().deliveries["a"]
+    (error,) = progress.settlement().errors
+    between = datetime.fromisoformat(error["at"]) - datetime.fromisoformat(done["at"])
+    assert between.total_seconds() == 60
+    assert done["seconds"] == 2.0
+
+
+def test_what_is_done_is_told_only_of_events_that_did_not_go_smoothly(handlers):
+    handlers("a")
+    progress = Progress(claimed())
+    progress.succeed("a", 2.0)
+    assert progress.settlement() == Completed(7)
 
 
 def test_who_is_not_due_yet_is_waited_for(handlers):

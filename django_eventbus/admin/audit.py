@@ -16,6 +16,7 @@ from django.http import HttpRequest
 from django_eventbus.failures import one_line
 
 LONGEST_NAME = 200
+MOST_ENTRIES = 100
 
 
 def record(
@@ -36,3 +37,10 @@ def record(
         action_flag=flag,
         change_message=what,
     )
+
+
+def entries_of(object_id: object, *models: type[Model]) -> list[LogEntry]:
+    """What was done to one row, whichever of the models it was then: the latest, oldest first."""
+    types = [get_content_type_for_model(model).pk for model in models]
+    entries = LogEntry.objects.filter(content_type__in=types, object_id=str(object_id))
+    return list(entries.select_related("user").order_by("-action_time")[:MOST_ENTRIES])[::-1]

@@ -31,6 +31,7 @@ from django.utils.translation import ngettext
 
 from django_eventbus.admin import audit
 from django_eventbus.admin.lists import EventChangeList, EventListMixin
+from django_eventbus.admin.paging import Grouped, grouped
 from django_eventbus.store import store_for
 
 BATCH = 500
@@ -50,6 +51,8 @@ class Run:
     ids: list[int] | None = None
     #: What is younger came after the question, and is not meant.
     asked_at: str
+    #: When it was confirmed; empty as long as it is only a question.
+    started_at: str = ""
     expected: int = 0
     #: The filter in words, as it was confirmed.
     conditions: list[str] = field(default_factory=list)
@@ -59,8 +62,9 @@ class Run:
     skipped: int = 0
 
     @property
-    def seconds_since(self) -> float:
-        return (store_for().read_clock() - datetime.fromisoformat(self.asked_at)).total_seconds()
+    def seconds_since_start(self) -> float:
+        started_at = datetime.fromisoformat(self.started_at)
+        return (store_for().read_clock() - started_at).total_seconds()
 
     @property
     def query_string(self) -> str:
@@ -84,6 +88,8 @@ class Act:
     told: Any
     do: Callable[[Sequence[uuid.UUID], Run], int]
     warning: Any = ""
+    #: It cannot be undone.
+    is_final: bool = False
     form: type[forms.Form] = forms.Form
     flag: int = CHANGE
 
@@ -121,7 +127,11 @@ class BulkMixin(EventListMixin):
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         self._refuse_what_is_not_offered(request)
         acts = [
-            {"label": act.label_all, "url": self.url_of("bulk", act.name)}
+            {
+                "label": act.label_all,
+                "url": self.url_of("bulk", act.name),
+                "is_final": act.is_final,
+            }
             for act in self.offered(request)
         ]
         return super().changelist_view(request, {"acts": acts, **(extra_context or {})})
@@ -193,7 +203,7 @@ class BulkMixin(EventListMixin):
         complaints: Sequence[str] = (),
     ) -> TemplateResponse:
         act = self._act_of(run)
-        question = act.question % {"count": run.expected}
+        question = act.question % {"count": Grouped(run.expected)}
         form = form or act.form()
         facts = {"title": question, "act": act, "form": form, "complaints": complaints}
         return self._page(request, "confirm", run, **facts)
@@ -204,16 +214,25 @@ class BulkMixin(EventListMixin):
             form = act.form(request.POST)
             if not form.is_valid():
                 return self._ask(request, run, form=form)
-            run = replace(run, options=form.cleaned_data)
+            now = store_for().read_clock().isoformat()
+            run = replace(run, options=form.cleaned_data, started_at=now)
         by_filter = run.ids is None
         rows = self._matching(request).queryset if by_filter else self.get_queryset(request)
         enough = time.monotonic() + SECONDS
         while before := self._next_batch(rows, run):
             run = self._do(request, act, run, before)
             if time.monotonic() >= enough:
-                return self._page(request, "progress", run, title=act.label, act=act)
+                return self._show_progress(request, act, run)
         self._tell_end(request, act, run)
         return HttpResponseRedirect(self.url_of("changelist") + run.query_string)
+
+    def _show_progress(self, request: HttpRequest, act: Act, run: Run) -> TemplateResponse:
+        counts = {
+            "done": grouped(run.done),
+            "expected": grouped(run.expected),
+            "skipped": grouped(run.skipped),
+        }
+        return self._page(request, "progress", run, title=act.label, act=act, **counts)
 
     # -- the work
 
@@ -224,10 +243,13 @@ class BulkMixin(EventListMixin):
     def _do(
         self, request: HttpRequest, act: Act, run: Run, batch: list[tuple[int, uuid.UUID]]
     ) -> Run:
-        with transaction.atomic(using=store_for().using):
+        def work() -> int:
             done = act.do([event_id for _, event_id in batch], run)
             if done:
                 self._write_down(request, act, run, done, batch)
+            return done
+
+        done = store_for().in_transaction(work)
         return replace(
             run,
             last_id=batch[-1][0],
@@ -261,13 +283,13 @@ class BulkMixin(EventListMixin):
         return f"{count} {self.opts.verbose_name_plural}"
 
     def _tell_end(self, request: HttpRequest, act: Act, run: Run) -> None:
-        parts = [act.told % {"count": run.done}]
+        parts = [act.told % {"count": Grouped(run.done)}]
         if run.skipped:
             skipped = ngettext("%(count)s was skipped", "%(count)s were skipped", run.skipped)
-            parts.append(skipped % {"count": run.skipped})
+            parts.append(skipped % {"count": Grouped(run.skipped)})
         if run.gone:
             gone = ngettext("%(count)s was gone before", "%(count)s were gone before", run.gone)
-            parts.append(gone % {"count": run.gone})
+            parts.append(gone % {"count": Grouped(run.gone)})
         level = messages.SUCCESS if run.done else messages.WARNING
         self.message_user(request, f"{'; '.join(map(str, parts))}.", level)
 

@@ -22,6 +22,7 @@ from django.http import (
     HttpResponseRedirect,
 )
 from django.utils.crypto import constant_time_compare, salted_hmac
+from django.utils.html import escape, format_html_join
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext_lazy
 
@@ -36,7 +37,7 @@ from django_eventbus.admin.filters import (
     number_range,
     time_range,
 )
-from django_eventbus.admin.payloads import Redaction, as_text
+from django_eventbus.admin.payloads import MisplacedSecret, Redaction, as_text
 from django_eventbus.admin.story import StoryMixin
 from django_eventbus.events import encode
 from django_eventbus.exceptions import EventBusError
@@ -61,7 +62,7 @@ def _retry_later(event_ids: Sequence[uuid.UUID], run: Run) -> int:
     per_minute = run.options["per_minute"]
     turn = run.done * 60 / per_minute
     return dead_letters.retry(
-        event_ids, per_minute=per_minute, delay=max(0.0, turn - run.seconds_since)
+        event_ids, per_minute=per_minute, delay=max(0.0, turn - run.seconds_since_start)
     )
 
 
@@ -110,6 +111,7 @@ ACTS = (
         told=ngettext_lazy("%(count)s event purged", "%(count)s events purged", "count"),
         warning=gettext_lazy("They are deleted for good, with their payloads and errors."),
         do=_purge,
+        is_final=True,
         flag=DELETION,
     ),
 )
@@ -134,6 +136,11 @@ class PayloadForm(forms.Form):
     def clean_payload(self) -> Any:
         try:
             return self.redaction.restored(json.loads(self.cleaned_data["payload"]))
+        except MisplacedSecret as error:
+            raise ValidationError(
+                _("“%(dots)s” cannot stand here: hidden values stay in fields that are hidden.")
+                % {"dots": error}
+            ) from None
         except json.JSONDecodeError as error:
             raise ValidationError(_("This is no JSON: %(why)s") % {"why": error}) from None
         except (ValueError, RecursionError) as error:
@@ -165,12 +172,21 @@ def edit(model_admin: Any, request: HttpRequest, rows: QuerySet[Any]) -> Any:
 class DeadEventAdminMixin(StoryMixin, BulkMixin):
     acts = ACTS
     actions = (edit,)
-    list_display = ("age", "shown_type", "shown_handler", "shown_error", "attempts", "shown_status")
+    list_display = (
+        "age",
+        "shown_type",
+        "shown_key",
+        "shown_handler",
+        "shown_error",
+        "attempts",
+        "shown_status",
+    )
     list_display_links = ("shown_type",)
     list_columns = (
         "event_id",
         "finished_at",
         "type",
+        "key",
         "dead_handler",
         "error_type",
         "attempts",
@@ -191,7 +207,9 @@ class DeadEventAdminMixin(StoryMixin, BulkMixin):
 
     @admin.display(description=gettext_lazy("error"))
     def shown_error(self, event: DeadEvent) -> str:
-        return one_line(event.error_type)
+        """A line may end after a dot, and else had to be as long as the whole name."""
+        *modules, name = one_line(event.error_type).split(".")
+        return format_html_join("", "{}.<wbr>", ((each,) for each in modules)) + escape(name)
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
         context = {"groups_url": self.url_of("groups"), **(extra_context or {})}
@@ -210,7 +228,12 @@ class DeadEventAdminMixin(StoryMixin, BulkMixin):
         page = _page_number(request)
         start = (page - 1) * GROUPS_SHOWN
         # One more than is shown tells whether there is another page.
-        found = dead_letters.groups(GROUPS_SHOWN + 1, start, count_at_most=paging.MOST_COUNTED + 1)
+        found = dead_letters.groups(
+            GROUPS_SHOWN + 1,
+            start,
+            count_at_most=paging.MOST_COUNTED + 1,
+            among=self.get_queryset(request) if self.is_narrowed(request) else None,
+        )
         return self.page(
             request,
             "groups",
@@ -218,6 +241,7 @@ class DeadEventAdminMixin(StoryMixin, BulkMixin):
             groups=[self._shown_group(request, group) for group in found[:GROUPS_SHOWN]],
             previous=page - 1,
             next=page + 1 if len(found) > GROUPS_SHOWN else 0,
+            most_groups=paging.grouped(dead_letters.MOST_GROUPS) if found.is_capped else "",
         )
 
     def _shown_group(self, request: HttpRequest, group: dead_letters.Group) -> dict[str, Any]:
@@ -233,7 +257,11 @@ class DeadEventAdminMixin(StoryMixin, BulkMixin):
             "last_at": group.last_at,
             "list_url": self.url_of("changelist") + query,
             "acts": [
-                {"label": act.label, "url": self.url_of("bulk", act.name) + query}
+                {
+                    "label": act.label,
+                    "url": self.url_of("bulk", act.name) + query,
+                    "is_final": act.is_final,
+                }
                 for act in self.offered(request)
             ],
         }

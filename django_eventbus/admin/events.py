@@ -57,8 +57,8 @@ ACTS = (
     Act(
         name="cancel",
         permission="purge",
-        label=gettext_lazy("Cancel"),
-        label_all=gettext_lazy("Cancel all that match"),
+        label=gettext_lazy("Cancel the events"),
+        label_all=gettext_lazy("Cancel all events that match"),
         question=ngettext_lazy("Cancel %(count)s event?", "Cancel %(count)s events?", "count"),
         told=ngettext_lazy("%(count)s event cancelled", "%(count)s events cancelled", "count"),
         warning=gettext_lazy("They become dead letters, and can be retried from there."),

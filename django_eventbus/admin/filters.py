@@ -7,16 +7,17 @@ do of their own accord, would be the worst answer where an action may follow.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import MAXYEAR, MINYEAR, datetime
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
+from django.core.exceptions import ValidationError
 from django.db.models import QuerySet
 from django.http import HttpRequest
 from django.utils.formats import localize
 from django.utils.translation import gettext_lazy as _
 from rangefilter.filters import DateTimeRangeFilter, NumericRangeFilter
 
-from django_eventbus import dead_letters
 from django_eventbus.conf import settings
 from django_eventbus.failures import one_line
 from django_eventbus.models import DEAD_STATUSES, LogStatus, QueuedStatus
@@ -39,10 +40,11 @@ class ChoiceFilter(admin.SimpleListFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
         known, asked = list(self.known()), self.value()
         if asked is not None and asked not in dict(known):
-            known.append((asked, self.name_of(asked)))
+            known.append((asked, self.name_of(asked, model_admin.get_queryset(request))))
         return known
 
-    def name_of(self, value: str) -> str:
+    def name_of(self, value: str, rows: QuerySet[Any]) -> str:
+        """For a value that is not known; ``rows`` are those that this user may see."""
         return one_line(value)
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -96,8 +98,8 @@ class GroupFilter(ChoiceFilter):
     def known(self) -> Sequence[tuple[str, Any]]:
         return []
 
-    def name_of(self, value: str) -> str:
-        letters = dead_letters.matching(fingerprint=value.replace("\0", ""))
+    def name_of(self, value: str, rows: QuerySet[Any]) -> str:
+        letters = rows.filter(error_fingerprint=value.replace("\0", ""))
         # In order, because of any one PostgreSQL takes the first that it meets in the whole table.
         latest = letters.order_by("-finished_at").values_list("error_type", "dead_handler")
         error, handler = latest.first() or (value, "")
@@ -159,7 +161,19 @@ def number_range(title: Any) -> type[Any]:
 _AS_BUILT = {"__from_builder": True, "default_start": None, "default_end": None}
 
 
+def _is_everywhere(moment: datetime) -> None:
+    """In another time zone, such as the database's, the calendar ends earlier or begins later."""
+    if moment.year in (MINYEAR, MAXYEAR):
+        raise ValidationError(_("This date is out of range."))
+
+
 class _TimeRange(ReadableRange, DateTimeRangeFilter):  # type: ignore[misc]
+    def _get_form_fields(self) -> Any:
+        fields = super()._get_form_fields()
+        for field in fields.values():
+            field.validators.append(_is_everywhere)
+        return fields
+
     def _make_query_filter(self, request: HttpRequest, validated_data: Any) -> dict[str, Any]:
         """The last second is meant to its end."""
         bounds: dict[str, Any] = super()._make_query_filter(request, validated_data)

@@ -354,6 +354,7 @@ class GateMixin(FlowMixin):
 
     def pause_view(self, request: HttpRequest) -> HttpResponse:
         """What has never been paused has no row to be acted on, so it has a form."""
+        self.demand_view(request)
         permissions.demand(request, permissions.PAUSE)
         form = PauseForm(request.POST if request.method == "POST" else None)
         if form.is_valid() and self._paused(request, form):

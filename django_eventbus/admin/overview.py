@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.contrib import admin
@@ -19,11 +19,13 @@ from django.urls import URLPattern, reverse
 from django.utils.decorators import method_decorator
 from django.utils.formats import number_format
 from django.utils.http import urlencode
+from django.utils.timezone import get_current_timezone_name, localtime
 from django.utils.translation import gettext as _
 from django.views.decorators.http import require_safe
 
 from django_eventbus import findings, status
 from django_eventbus.admin.base import EventBusAdminMixin
+from django_eventbus.admin.paging import grouped
 from django_eventbus.models import (
     DeadEvent,
     EventGate,
@@ -32,6 +34,7 @@ from django_eventbus.models import (
     EventSchedule,
     EventWorker,
     QueuedEvent,
+    QueuedStatus,
 )
 from django_eventbus.status import Status, in_words, shown_count
 
@@ -107,11 +110,11 @@ class OverviewMixin(EventBusAdminMixin):
         self.demand_view(request)
         seen = status.look()
         return {
-            "seen": seen,
+            "as_of": as_of(seen.at),
             "tiles": self._tiles(request, seen),
             "sparks": sparks(seen),
             "findings": [
-                (each, self._page(request, each.about, group=each.fingerprint))
+                (each, self._page(request, each.about, **_group_of(each)))
                 for each in findings.of(seen)
             ],
             "handlers": handler_rows(seen),
@@ -120,18 +123,20 @@ class OverviewMixin(EventBusAdminMixin):
 
     def _tiles(self, request: HttpRequest, seen: Status) -> list[Tile]:
         found: dict[str, Any] = seen.figures
-        queue, dead = self._page(request, "queue"), self._page(request, "dead")
+        pending = self._page(request, "queue", status=QueuedStatus.PENDING)
+        running = self._page(request, "queue", status=QueuedStatus.PROCESSING)
+        dead = self._page(request, "dead")
         workers = self._page(request, "workers")
         recently = _("last %(minutes)d min") % {"minutes": status.RECENT_MINUTES}
         return [
-            Tile(label=_("Pending"), value=shown_count(found["pending"]), url=queue),
-            Tile(label=_("Running"), value=shown_count(found["running"]), url=queue),
-            Tile(label=_("Retrying"), value=shown_count(found["retrying"]), url=queue),
+            Tile(label=_("Pending"), value=shown_count(found["pending"]), url=pending),
+            Tile(label=_("Running"), value=shown_count(found["running"]), url=running),
+            Tile(label=_("Retrying"), value=shown_count(found["retrying"]), url=pending),
             Tile(
                 label=_("Scheduled"),
                 value=shown_count(found["scheduled"]),
                 note=_("held up: %(held)s") % {"held": shown_count(found["held"])},
-                url=queue,
+                url=pending,
             ),
             Tile(
                 label=_("Dead"),
@@ -163,7 +168,7 @@ class OverviewMixin(EventBusAdminMixin):
             ),
         ]
 
-    def _page(self, request: HttpRequest, about: str, *, group: str = "") -> str | None:
+    def _page(self, request: HttpRequest, about: str, **filters: str) -> str | None:
         """Where to look for more, unless that page is not there or not for this user."""
         model, chosen = PAGES[about]
         page = self.admin_site._registry.get(model)
@@ -171,13 +176,22 @@ class OverviewMixin(EventBusAdminMixin):
             return None
         name = f"{model._meta.app_label}_{model._meta.model_name}_changelist"
         url = reverse(f"admin:{name}", current_app=self.admin_site.name)
-        query = urlencode({**chosen, "group": group} if group else chosen)
+        query = urlencode({**chosen, **filters})
         return f"{url}?{query}" if query else url
 
 
 @admin.register(EventMinute)
 class OverviewAdmin(OverviewMixin, admin.ModelAdmin):  # type: ignore[type-arg]
     pass
+
+
+def as_of(moment: datetime) -> str:
+    facts = {"time": f"{localtime(moment):%H:%M:%S}", "zone": get_current_timezone_name()}
+    return _("As of %(time)s, %(zone)s") % facts
+
+
+def _group_of(finding: findings.Finding) -> dict[str, str]:
+    return {"group": finding.fingerprint} if finding.fingerprint else {}
 
 
 def sparks(seen: Status) -> list[Spark]:
@@ -256,10 +270,6 @@ def minute_rows(seen: Status) -> list[dict[str, Any]]:
         for ago, each in enumerate(reversed(seen.minutes))
         if each.total
     ]
-
-
-def grouped(number: float) -> str:
-    return number_format(number, force_grouping=True)
 
 
 def per_cent(share: float | None) -> str:

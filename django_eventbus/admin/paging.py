@@ -17,6 +17,18 @@ else:
 MOST_COUNTED = 10_000
 
 
+def grouped(number: float) -> str:
+    """``1,000,000``, as the reader's language writes it."""
+    return number_format(number, force_grouping=True)
+
+
+class Grouped(int):
+    """A number that texts show grouped, and still choose their plural by."""
+
+    def __str__(self) -> str:
+        return grouped(int(self))
+
+
 class Capped(int):
     """A count that may have stopped early; then it says so wherever it is shown."""
 
@@ -28,7 +40,7 @@ class Capped(int):
     is_capped: bool
 
     def __str__(self) -> str:
-        number = number_format(int(self), force_grouping=True)
+        number = grouped(int(self))
         return _("%(number)s+") % {"number": number} if self.is_capped else number
 
 
@@ -38,4 +50,6 @@ class CappedPaginator(Base):
     @cached_property
     def count(self) -> int:
         rows: Any = self.object_list
-        return Capped(rows.order_by().values("pk")[: MOST_COUNTED + 1].count())
+        # In the order of the list: without one PostgreSQL may begin at the start of the table and
+        # read all that comes before the rows that count.
+        return Capped(rows.values("pk")[: MOST_COUNTED + 1].count())

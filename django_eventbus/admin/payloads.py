@@ -25,13 +25,17 @@ class Shown:
 
 
 def shown(value: Any) -> Shown:
-    text = as_text(Redaction(value).public)
-    return Shown(text[:MOST_SHOWN], max(0, len(text) - MOST_SHOWN))
+    text = _json(Redaction(value).public)
+    # Cut first: to look at every letter of a huge one takes seconds.
+    return Shown(printable(text[:MOST_SHOWN]), max(0, len(text) - MOST_SHOWN))
 
 
 def as_text(value: Any) -> str:
-    text = json.dumps(value, cls=DjangoJSONEncoder, ensure_ascii=False, indent=2)
-    return printable(text)
+    return printable(_json(value))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, cls=DjangoJSONEncoder, ensure_ascii=False, indent=2)
 
 
 def printable(text: str) -> str:
@@ -44,9 +48,13 @@ def _spelt_out(character: str) -> str:
     return json.dumps(character)[1:-1]
 
 
+class MisplacedSecret(ValueError):
+    """A placeholder that cannot be replaced where it stands."""
+
+
 class Redaction:
     """A value with its sensitive fields replaced by placeholders, each by one of its own: so they
-    find back to what they stand for, wherever an editor has moved them."""
+    find back to what they stand for, to whichever sensitive field an editor has moved them."""
 
     def __init__(self, value: Any) -> None:
         self._hidden: list[Any] = []
@@ -70,20 +78,30 @@ class Redaction:
         self._hidden.append(value)
         return f"•••••• ({len(self._hidden)})"
 
-    def restored(self, edited: Any) -> Any:
-        """An edited public value with the secrets put back. Raises ValueError for a placeholder
-        that stands for nothing."""
+    def restored(self, edited: Any, *, is_hidden: bool = False) -> Any:
+        """An edited public value with the secrets put back. Raises MisplacedSecret for a
+        placeholder that stands for nothing, or where its secret would be shown (that is, not
+        inside a field that ``is_hidden``)."""
         if isinstance(edited, dict):
-            return {name: self.restored(item) for name, item in edited.items()}
+            return {
+                name: self.restored(item, is_hidden=is_hidden or self._is_sensitive(name))
+                for name, item in edited.items()
+            }
         if isinstance(edited, list):
-            return [self.restored(item) for item in edited]
+            return [self.restored(item, is_hidden=is_hidden) for item in edited]
         found = _PLACEHOLDER.fullmatch(edited) if isinstance(edited, str) else None
         if found is None:
             return edited
-        number = int(found[1])
-        if not 1 <= number <= len(self._hidden):
-            raise ValueError(edited)
-        return self._hidden[number - 1]
+        if not is_hidden:
+            raise MisplacedSecret(edited)
+        return self._secret(found[1], edited)
+
+    def _secret(self, number: str, placeholder: str) -> Any:
+        # None has as many digits as Python refuses to read.
+        place = int(number) if len(number) < 10 else 0
+        if not 1 <= place <= len(self._hidden):
+            raise MisplacedSecret(placeholder)
+        return self._hidden[place - 1]
 
 
 def _normal(name: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest
+from django.template.loader import render_to_string
 from django.utils.translation import gettext as _
 from django.utils.translation import gettext_lazy, ngettext
 
@@ -21,12 +22,15 @@ from django_eventbus.admin.flow import (
     looked_at,
     time_between,
 )
+from django_eventbus.admin.payloads import shown
 from django_eventbus.exceptions import EventBusError
 from django_eventbus.models import EventSchedule, ScheduleOrigin
 from django_eventbus.store import default_alias
 from django_eventbus.store.schedules import DEFINITION
 
 SHOWN_RUNS = 3
+#: Without what nobody should read there.
+READ_AS: dict[Any, str] = {"payload": "shown_payload", "headers": "shown_headers"}
 
 
 class OriginFilter(ChoiceFilter):
@@ -76,17 +80,36 @@ class ScheduleMixin(FlowMixin):
     def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         if obj is None or obj.origin != ScheduleOrigin.CODE:
             return self.readonly_fields
-        return (*self.readonly_fields, "name", *DEFINITION)
+        return (*self.readonly_fields, "name", *DEFINITION, *READ_AS.values())
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """What is published is for those who may see payloads."""
         hidden = {"plan_in_words", "next_run", "last_at", "origin"} if obj is None else set()
         if obj is not None and not permissions.may(request, permissions.VIEW_PAYLOAD):
             hidden = {"payload", "headers"}
+        # Whoever changes a payload has to see what is saved; whoever only reads it, not.
+        is_read = obj is not None and not self._is_changed_here(request, obj)
+        instead: dict[Any, str] = READ_AS if is_read else {}
         return [
-            (title, {"fields": [name for name in part["fields"] if name not in hidden]})
-            for title, part in self.fieldsets
+            (title, {"fields": [instead.get(name, name) for name in names]})
+            for title, names in self._parts(hidden)
         ]
+
+    def _parts(self, hidden: set[str]) -> Iterator[tuple[Any, list[Any]]]:
+        for title, part in self.fieldsets:
+            yield title, [name for name in part["fields"] if name not in hidden]
+
+    def _is_changed_here(self, request: HttpRequest, schedule: EventSchedule) -> bool:
+        in_code = schedule.origin == ScheduleOrigin.CODE
+        return not in_code and self.has_change_permission(request, schedule)
+
+    @admin.display(description=gettext_lazy("payload"))
+    def shown_payload(self, schedule: EventSchedule) -> str:
+        return _as_json(schedule.payload)
+
+    @admin.display(description=gettext_lazy("headers"))
+    def shown_headers(self, schedule: EventSchedule) -> str:
+        return _as_json(schedule.headers)
 
     @admin.display(description=gettext_lazy("plan"))
     def rhythm(self, schedule: EventSchedule) -> str:
@@ -154,6 +177,10 @@ class ScheduleMixin(FlowMixin):
         done = self.act(request, queryset[:MOST_AT_ONCE], verb, _("run by hand"))
         text = ngettext("%(count)s event was published.", "%(count)s events were published.", done)
         self.message_user(request, text % {"count": done})
+
+
+def _as_json(value: Any) -> str:
+    return render_to_string("admin/django_eventbus/json.html", {"shown": shown(value)})
 
 
 @admin.register(EventSchedule)

@@ -9,29 +9,36 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
+from django.contrib.admin.sites import AdminSite
 from django.contrib.admin.utils import unquote
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.functional import cached_property
+from django.utils.text import capfirst
 from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
+from django_eventbus.admin import audit
 from django_eventbus.admin.base import EventBusAdminMixin
 from django_eventbus.admin.payloads import Shown, printable, shown
 from django_eventbus.admin.permissions import EDIT, PURGE, RETRY, VIEW_PAYLOAD, may
-from django_eventbus.conf import settings
 from django_eventbus.failures import one_line
-from django_eventbus.models import EventLog, LogStatus, QueuedEvent, QueuedStatus
+from django_eventbus.models import DeadEvent, EventLog, LogStatus, QueuedEvent, QueuedStatus
 from django_eventbus.registry import registry
 from django_eventbus.status import in_words
-from django_eventbus.store import default_alias
-from django_eventbus.store.rows import PARKED
+from django_eventbus.store.rows import NEVER, PARKED
 
+MOST_DIGITS = 19
 MOST_RELATED = 20
+#: One more tells that there are more.
+MOST_FOUND = MOST_RELATED + 1
 MOST_ATTEMPTS = 100
+#: An edit and its entry in the history are written by two clocks.
+SAME_MOMENT = timedelta(seconds=10)
 SECRET = ("payload", "headers", "edits")
 
 
@@ -46,7 +53,7 @@ class StoryMixin(EventBusAdminMixin):
         event = self.event_of(request, unquote(object_id))
         if event is None:
             return self._where_it_went(request, unquote(object_id))
-        story = Story(event, request, self.admin_site.name)
+        story = Story(event, request, self.admin_site)
         history_url = self.url_of("history", event.pk)
         return self.page(
             request, "story", title=story.type, story=story, event=event, history_url=history_url
@@ -57,11 +64,11 @@ class StoryMixin(EventBusAdminMixin):
         hidden = () if may(request, VIEW_PAYLOAD) else SECRET
         # Lists do without most columns: defer(None) takes that back.
         rows = self.get_queryset(request).defer(None).defer(*hidden)
-        return rows.filter(pk=int(object_id)).first() if object_id.isdecimal() else None
+        return rows.filter(pk=int(object_id)).first() if _is_id(object_id) else None
 
     def _where_it_went(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        if object_id.isdecimal():
-            found = related_events(Q(pk=int(object_id)), request, self.admin_site.name)
+        if _is_id(object_id):
+            found = related_events(Q(pk=int(object_id)), request, self.admin_site)
             url = next((each.url for each in found if each.url), "")
             if url and url != request.path:
                 return HttpResponseRedirect(url)
@@ -69,6 +76,11 @@ class StoryMixin(EventBusAdminMixin):
             request, self.opts, object_id
         )
         return missing
+
+
+def _is_id(text: str) -> bool:
+    """Python refuses to read numbers of thousands of digits."""
+    return text.isdecimal() and len(text) <= MOST_DIGITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +114,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Related:
-    """Another event, and the way to its page for those who may see it."""
+    """Another event, and the way to its page; there is none to one that is gone."""
 
     event_id: uuid.UUID
     type: str
@@ -113,7 +125,7 @@ class Related:
 class Story:
     """What the page tells, in the order of the page."""
 
-    def __init__(self, event: Any, request: HttpRequest, site: str) -> None:
+    def __init__(self, event: Any, request: HttpRequest, site: AdminSite) -> None:
         self.event = event
         self.request = request
         self.site = site
@@ -185,8 +197,29 @@ class Story:
         ]
 
     @property
+    def has_due(self) -> bool:
+        return any(each.due for each in self.deliveries)
+
+    @property
+    def smoothly(self) -> str:
+        """How an event ended of which nothing was written down."""
+        names = sorted(registry.handlers_for(self.event.type).names)
+        if not names:
+            return _("Every handler did it at the first attempt.")
+        today = {"handlers": one_line(", ".join(names))}
+        text = _("Every handler did it at the first attempt. Today these are: %(handlers)s.")
+        return text % today
+
+    @property
     def moments(self) -> list[Moment]:
-        told = [*self._due(), *self._edits(), *self._attempts()]
+        told = [
+            *self._left_out(),
+            *self._due(),
+            *self._deeds(),
+            *self._edits(),
+            *self._attempts(),
+            *self._successes(),
+        ]
         told.sort(key=lambda each: each.at or self.event.created_at)
         return [self._published(), *told, *self._end()]
 
@@ -205,13 +238,39 @@ class Story:
         if self._due_at > self.event.created_at and (end is None or self._due_at <= end):
             yield Moment(at=self._due_at, what=_("Due"))
 
+    def _deeds(self) -> Iterator[Moment]:
+        """What operators did to this very event: a retry forgets the errors before it."""
+        for entry in audit.entries_of(self.event.pk, DeadEvent, QueuedEvent, EventLog):
+            name = entry.user.get_username()
+            if not self._is_told_as_edit(name, entry.action_time):
+                done = {"what": capfirst(one_line(entry.change_message)), "name": one_line(name)}
+                yield Moment(at=entry.action_time, what=_("%(what)s by %(name)s") % done)
+
+    def _is_told_as_edit(self, name: str, moment: datetime) -> bool:
+        return any(
+            edit["by"] == name and abs((_moment(edit["at"]) or NEVER) - moment) < SAME_MOMENT
+            for edit in self._seen_edits
+        )
+
+    @property
+    def _seen_edits(self) -> list[dict[str, Any]]:
+        return (self.event.edits or []) if self.may_see_payload else []
+
     def _edits(self) -> Iterator[Moment]:
-        if not self.may_see_payload:
-            return
-        for edit in self.event.edits or []:
+        for edit in self._seen_edits:
             by = {"name": one_line(edit["by"] or _("somebody"))}
             what = _("Retried by %(name)s with another payload. Before, it was:") % by
             yield Moment(at=_moment(edit["at"]), what=what, payload=shown(edit["payload"]))
+
+    def _left_out(self) -> Iterator[Moment]:
+        count = len(self.event.errors or []) - MOST_ATTEMPTS
+        if count > 0:
+            text = ngettext(
+                "%(count)s earlier attempt is not shown.",
+                "%(count)s earlier attempts are not shown.",
+                count,
+            )
+            yield Moment(at=None, what=text % {"count": count})
 
     def _attempts(self) -> Iterator[Moment]:
         before: dict[str, datetime] = {}
@@ -242,6 +301,16 @@ class Story:
         if not error["handler"]:
             return str(facts["error"])
         return _("%(handler)s failed at attempt %(attempt)s: %(error)s") % facts
+
+    def _successes(self) -> Iterator[Moment]:
+        for name, state in (self.event.deliveries or {}).items():
+            if state["state"] == "done" and "at" in state:
+                done = {"handler": one_line(name), "attempt": state["failures"] + 1}
+                yield Moment(
+                    at=_moment(state["at"]),
+                    what=_("%(handler)s done at attempt %(attempt)s") % done,
+                    took=in_words(state["seconds"]),
+                )
 
     def _end(self) -> Iterator[Moment]:
         event = self.event
@@ -276,7 +345,10 @@ class Story:
             return None
         causes = self._related(Q(event_id=self.event.caused_by))
         unknown = Related(
-            event_id=self.event.caused_by, type=_("an event that is gone"), status="", url=""
+            event_id=self.event.caused_by,
+            type=_("an event that is gone, or not for you to see"),
+            status="",
+            url="",
         )
         return causes[0] if causes else unknown
 
@@ -297,38 +369,31 @@ class Story:
         return related_events(condition, self.request, self.site)
 
 
-def related_events(condition: Q, request: HttpRequest, site: str) -> list[Related]:
-    """Events of this project, queued or ended."""
-    found: list[Related] = []
-    for model in (QueuedEvent, EventLog):
-        rows: QuerySet[Any] = model._default_manager.using(default_alias()).filter(condition)
-        rows = rows.filter(namespace=settings.NAMESPACE).only("event_id", "type", "status")
-        for event in rows.order_by("id")[: MOST_RELATED + 1]:
-            found.append(
-                Related(
-                    event_id=event.event_id,
-                    type=one_line(event.type),
-                    status=status_in_words(event.status),
-                    url=page_of(event, request, site),
-                )
-            )
-    return found
+def related_events(condition: Q, request: HttpRequest, site: AdminSite) -> list[Related]:
+    """Events that the user can find in one of the lists; each as its best page knows it."""
+    found: dict[uuid.UUID, Related] = {}
+    for model in (QueuedEvent, DeadEvent, EventLog):
+        for event in _seen(model, request, site).filter(condition).order_by("id")[:MOST_FOUND]:
+            found.setdefault(event.event_id, _related(event, site))
+    return list(found.values())
 
 
-def page_of(event: Any, request: HttpRequest, site: str) -> str:
-    """Where the user may see an event; empty if nowhere."""
-    if isinstance(event, QueuedEvent):
-        pages = ["queuedevent"]
-    elif event.status != LogStatus.COMPLETED:
-        pages = ["deadevent", "eventlog"]
-    else:
-        pages = ["eventlog"]
-    for name in pages:
-        if may(request, f"django_eventbus.view_{name}"):
-            return reverse(
-                f"admin:django_eventbus_{name}_change", args=[event.pk], current_app=site
-            )
-    return ""
+def _seen(model: type[Any], request: HttpRequest, site: AdminSite) -> QuerySet[Any]:
+    page = site._registry.get(model)
+    rows: QuerySet[Any] = model._default_manager.none()
+    if page is not None and page.has_view_permission(request):
+        rows = page.get_queryset(request).only("event_id", "type", "status")
+    return rows
+
+
+def _related(event: Any, site: AdminSite) -> Related:
+    name = f"admin:{event._meta.app_label}_{event._meta.model_name}_change"
+    return Related(
+        event_id=event.event_id,
+        type=one_line(event.type),
+        status=status_in_words(event.status),
+        url=reverse(name, args=[event.pk], current_app=site.name),
+    )
 
 
 def status_in_words(status: str) -> str:

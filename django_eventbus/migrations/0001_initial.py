@@ -23,6 +23,12 @@ POSTGRESQL = (
     "autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0, "
     "vacuum_truncate = off)",
     f"ALTER TABLE {WORKER} SET (fillfactor = 50)",
+    # Dead letters are searched by key or the beginning of their type. Other databases could not use
+    # both at once, and without partial indexes every completed event would pay.
+    f"CREATE INDEX eventbus_log_dead_key ON {LOG} (namespace, key) "
+    "WHERE NOT status = 'COMPLETED' AND key IS NOT NULL",
+    f"CREATE INDEX eventbus_log_dead_type ON {LOG} (namespace, type varchar_pattern_ops) "
+    "WHERE NOT status = 'COMPLETED'",
 )
 # The usual collations take "A" and "a" for the same key.
 MYSQL = tuple(
@@ -205,6 +211,12 @@ class Migration(migrations.Migration):
                         fields=["namespace", "finished_at", "id"],
                         full_fields=("namespace", "status", "finished_at"),
                         name="eventbus_log_dead",
+                    ),
+                    django_eventbus.indexes.PartialIndex(
+                        condition=models.Q(("status", "COMPLETED"), _negated=True),
+                        fields=["namespace", "dead_handler", "finished_at", "id"],
+                        full_fields=("namespace", "dead_handler", "finished_at"),
+                        name="eventbus_log_handler",
                     ),
                 ],
             },

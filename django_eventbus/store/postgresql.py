@@ -18,6 +18,7 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from django.db import DatabaseError, OperationalError
+from django.db.models import Q
 
 from django_eventbus import failures
 from django_eventbus.conf import settings
@@ -251,6 +252,10 @@ class PostgreSQLStore(Store):
         self._keyed: set[str] = set()
         #: How many events their lanes gave.
         self._run_length: dict[str, float] = {}
+
+    def starting_with(self, column: str, start: str) -> Q:
+        """LIKE is exact here, and finds an index."""
+        return Q(**{f"{column}__startswith": start})
 
     def insert_many(self, common: QueuedEvent, items: Sequence[NewEvent]) -> None:
         """What differs travels as one JSON text: seven times as fast as bulk_create."""

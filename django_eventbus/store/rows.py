@@ -12,6 +12,8 @@ from typing import Any, ClassVar, TypeVar, cast
 from django.db import InterfaceError, OperationalError, connections, transaction
 from django.db.models import Case, DateTimeField, F, Q, QuerySet, Value, When
 from django.db.models.expressions import Combinable
+from django.db.models.functions import Left
+from django.db.models.lookups import Exact
 
 from django_eventbus.clock import DatabaseNow
 from django_eventbus.conf import settings
@@ -69,6 +71,7 @@ def parked_for(delay: float) -> datetime | None:
 
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
+Done = TypeVar("Done")
 
 
 def retried(verb: Verb) -> Verb:
@@ -164,11 +167,21 @@ class Rows:
     def atomic(self) -> Any:
         return transaction.atomic(using=self.using)
 
+    @retried
+    def in_transaction(self, work: Callable[[], Done]) -> Done:
+        """Verbs and what belongs to them, together or not at all. ``work`` may be called again."""
+        with self.atomic():
+            return work()
+
     def is_conflict(self, error: BaseException) -> bool:
         if not isinstance(error, OperationalError):
             return False
         code = getattr(error.__cause__, "sqlstate", None) or (error.args and error.args[0])
         return code in self.conflicts
+
+    def starting_with(self, column: str, start: str) -> Q:
+        """Not startswith: SQLite's LIKE takes "Order" and "order" for the same."""
+        return Q(Exact(Left(column, len(start)), start))
 
     def locked(self, rows: QuerySet[Any]) -> QuerySet[Any]:
         """Lock rows that nobody else holds, where the database can pass over the others."""

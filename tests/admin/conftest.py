@@ -5,7 +5,17 @@ from django.urls import reverse
 
 from django_eventbus import admin  # noqa: F401 - as the admin's own discovery does
 
-VIEW = ("view_deadevent", "view_eventlog", "view_queuedevent")
+MODELS = (
+    "deadevent",
+    "eventlog",
+    "queuedevent",
+    "eventlane",
+    "eventworker",
+    "eventgate",
+    "eventschedule",
+    "eventminute",
+)
+VIEW = tuple(f"view_{model}" for model in MODELS)
 
 #: Who there is, and what they may do.
 ROLES = {
@@ -14,6 +24,8 @@ ROLES = {
     "retrier": (*VIEW, "retry_deadevent"),
     "editor": (*VIEW, "edit_deadevent", "view_payload_eventlog"),
     "purger": (*VIEW, "purge_deadevent"),
+    "pauser": (*VIEW, "pause_eventgate"),
+    "planner": (*VIEW, "add_eventschedule", "change_eventschedule", "delete_eventschedule"),
     "chief": None,
 }
 

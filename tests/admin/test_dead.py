@@ -7,11 +7,13 @@ from itertools import pairwise
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.db import connection
+from django.db import OperationalError, connection
 from django.test.utils import CaptureQueriesContext
+from django.utils import translation
 
 from django_eventbus import dead_letters, handler, publish, queued
 from django_eventbus.admin import bulk, paging
+from django_eventbus.admin.dead import ACTS
 from django_eventbus.models import DeadEvent, EventLog, QueuedEvent
 from django_eventbus.store import store_for
 from django_eventbus.store.base import Store
@@ -62,9 +64,9 @@ def told(client, response):
 
 
 def test_the_list_tells_what_died_of_what(chief):
-    dead_letter("order.placed", error=KeyError("stock"))
+    dead_letter("order.placed", key="order:7", error=KeyError("stock"))
     page = text_of(chief.get(url(LIST)))
-    for word in ("order.placed", "shop.ship", "KeyError", "failed"):
+    for word in ("order.placed", "order:7", "shop.ship", "KeyError", "failed"):
         assert word in page
 
 
@@ -171,13 +173,17 @@ def test_a_search_knows_no_wildcards(chief, two):
         range_of("yesterday 12:00:00"),
         range_of(end="2026-03-01 "),
         range_of("2026-02-30 12:00:00"),
+        range_of("0001-01-01 00:00:00"),
+        range_of(end="9999-12-31 23:59:59"),
         "?attempts__range__gte=many&attempts__range__lte=",
         "?attempts__range__gte=nan&attempts__range__lte=",
         "?q=%00",
     ],
 )
-def test_what_cannot_be_read_shows_nothing_and_says_so(chief, two, query):
+@pytest.mark.parametrize("zone", ["Asia/Tokyo", "America/New_York"])
+def test_what_cannot_be_read_shows_nothing_and_says_so(chief, two, query, zone, settings):
     """Left alone, ranges and searches would show everything, and an action would take it."""
+    settings.TIME_ZONE = zone
     page = chief.get(url(LIST, query=query))
     assert listed(page) == []
     assert "cannot be read, so nothing is shown" in text_of(page)
@@ -210,13 +216,26 @@ def test_the_last_second_of_a_range_counts_to_its_end(chief, settings):
     "query",
     [
         "?payload__password__startswith=h",
+        "?namespace__startswith=d",
+        "?id=1",
         "?errors__icontains=x",
         "?type=order.placed",
         "?namespace=theirs",
         "?finished_at__gte=2026-01-01",
     ],
 )
-@pytest.mark.parametrize("name", ["deadevent", "eventlog", "queuedevent"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deadevent",
+        "eventlog",
+        "queuedevent",
+        "eventschedule",
+        "eventlane",
+        "eventgate",
+        "eventworker",
+    ],
+)
 def test_no_column_can_be_asked_for_by_the_address(chief, query, name):
     """One could spell out a payload that one may not see."""
     dead_letter(payload={"password": "hunter2"})
@@ -259,6 +278,31 @@ def test_chosen_letters_are_retried_after_a_question(chief):
     assert DeadEvent.objects.get() == second
 
 
+@pytest.mark.parametrize(
+    ("language", "question"),
+    [("en", "Retry 1,234,567 dead letters?"), ("de", "1.234.567 tote Ereignisse wiederholen?")],
+)
+def test_a_question_groups_the_digits_of_its_count(language, question):
+    with translation.override(language):
+        assert ACTS[0].question % {"count": paging.Grouped(1_234_567)} == question
+
+
+def test_what_cannot_be_undone_looks_like_it(chief, two):
+    purge = re.compile(r'class="button[^"]* ?eventbus-final[^"]*"[^>]*>Purge')
+    for page in (
+        chief.get(url(LIST, query="?queue=mail")),
+        ask_for_all(chief, "purge"),
+        chief.get(url("deadevent_change", two[0].pk)),
+    ):
+        assert purge.search(page.content.decode())
+    assert "eventbus-final" not in ask_for_all(chief, "retry").content.decode()
+
+
+def test_all_there_are_is_offered_more_quietly_than_what_a_filter_chose(chief, two):
+    assert "eventbus-quiet" in chief.get(url(LIST)).content.decode()
+    assert "eventbus-quiet" not in chief.get(url(LIST, query="?queue=mail")).content.decode()
+
+
 def test_all_that_match_are_meant_by_the_link_of_the_list_too(chief, two):
     chosen, _ = two
     data = {"action": "purge", "_selected_action": [chosen.pk], "select_across": "1"}
@@ -290,6 +334,19 @@ def test_a_pace_goes_on_over_the_pages_of_a_long_run(chief, monkeypatch):
     monkeypatch.setattr(bulk, "BATCH", 2)
     many_dead_letters(4)
     confirm(chief, ask_for_all(chief, "retry_later"), "retry_later", per_minute=6)
+    times = list(QueuedEvent.objects.order_by("id").values_list("available_at", flat=True))
+    assert round((times[3] - times[0]).total_seconds()) == 30
+
+
+def test_a_pace_counts_from_the_answer_however_long_the_question_was_read(chief, monkeypatch):
+    monkeypatch.setattr(bulk, "BATCH", 2)
+    many_dead_letters(4)
+    EventLog.objects.update(finished_at=NOON)
+    an_hour_ago, stores = store_for().read_clock() - timedelta(hours=1), type(store_for())
+    with monkeypatch.context() as then:
+        then.setattr(stores, "read_clock", lambda self: an_hour_ago)
+        page = ask_for_all(chief, "retry_later")
+    confirm(chief, page, "retry_later", per_minute=6)
     times = list(QueuedEvent.objects.order_by("id").values_list("available_at", flat=True))
     assert round((times[3] - times[0]).total_seconds()) == 30
 
@@ -370,6 +427,25 @@ def test_a_request_that_dies_half_way_loses_nothing(chief, monkeypatch, act, ato
     assert "3 events" in told(chief, confirm(chief, page, act))
     assert not DeadEvent.objects.exists()
     assert sum(int(entry.change_message.split()[0]) for entry in LogEntry.objects.all()) == 5
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.skipif("connection.vendor == 'sqlite'", reason="SQLite knows no deadlocks")
+def test_a_batch_that_lost_a_deadlock_is_done_again(chief, monkeypatch):
+    many_dead_letters(2)
+    page = ask_for_all(chief, "retry")
+    write_down, lost = bulk.BulkMixin._write_down, []
+
+    def lose_once(self, *args):
+        write_down(self, *args)
+        if not lost:
+            lost.append("once")
+            raise OperationalError(next(iter(store_for().conflicts)))
+
+    monkeypatch.setattr(bulk.BulkMixin, "_write_down", lose_once)
+    assert told(chief, confirm(chief, page, "retry")) == "2 events retried."
+    assert lost
+    assert LogEntry.objects.count() == 1
 
 
 def test_nothing_is_done_that_was_not_asked(chief, two):
@@ -467,6 +543,17 @@ def test_groups_come_in_pages(chief, monkeypatch):
         assert chief.get(url("deadevent_groups", query=f"?p={odd}")).status_code == 200
 
 
+def test_groups_that_are_not_looked_at_are_owned_up_to(chief, monkeypatch):
+    monkeypatch.setattr(dead_letters, "MOST_GROUPS", 2)
+    for name in ("a", "b"):
+        dead_letter(handler_name=name)
+    assert "There are more than" not in text_of(chief.get(url("deadevent_groups")))
+    dead_letter(handler_name="c")
+    page = chief.get(url("deadevent_groups"))
+    assert "There are more than 2 groups" in text_of(page)
+    assert len(page.context["groups"]) == 2
+
+
 # -- editing
 
 
@@ -532,8 +619,23 @@ def test_secrets_are_neither_shown_nor_lost_by_an_edit(chief):
 
 def test_dots_that_hide_nothing_are_refused(chief):
     letter = dead_letter(payload={"password": "hunter2"})
-    assert edit(chief, letter, '{"password": "•••••• (2)"}').status_code == 200
+    for number in ("2", "0", "9" * 5000):
+        assert edit(chief, letter, f'{{"password": "•••••• ({number})"}}').status_code == 200
     assert DeadEvent.objects.exists()
+
+
+@pytest.mark.parametrize("payload", ['{"note": "•••••• (1)"}', '"•••••• (1)"', '["•••••• (1)"]'])
+def test_a_secret_cannot_be_moved_to_where_it_would_be_shown(chief, payload):
+    letter = dead_letter(payload={"password": "hunter2"})
+    page = edit(chief, letter, payload)
+    assert "hidden values stay in fields that are hidden" in text_of(page)
+    assert DeadEvent.objects.get().payload == {"password": "hunter2"}
+
+
+def test_a_secret_may_move_into_another_hidden_field(chief):
+    letter = dead_letter(payload={"password": "hunter2"})
+    assert edit(chief, letter, '{"secrets": [{"mine": "•••••• (1)"}]}').status_code == 302
+    assert QueuedEvent.objects.get().payload == {"secrets": [{"mine": "hunter2"}]}
 
 
 def test_a_payload_that_has_changed_meanwhile_is_not_overwritten(chief):

@@ -341,6 +341,13 @@ def test_rows_are_neither_changed_nor_deleted_by_a_form(operator, stuck_lanes):
     assert everything() == before
 
 
+def test_who_may_not_see_pauses_may_not_make_any():
+    blind = at_the_door("pause_eventgate", name="blind")
+    for answer in (blind.get(PAUSE), blind.post(PAUSE, {"what": "queue:default"})):
+        assert answer.status_code == 403
+    assert not EventGate.objects.exists()
+
+
 @pytest.mark.parametrize("url", [LANES, WORKERS, GATES, PAUSE])
 def test_looking_changes_nothing(operator, stuck_lanes, url):
     gates.pause(queue="default")

@@ -1,5 +1,7 @@
 """Pages over many dead letters stay on indexes: the number of rows they read does not grow."""
 
+import re
+
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
@@ -18,10 +20,10 @@ FINGERPRINTS = 30
 BURY = f"""
 INSERT INTO {LOG} (id, event_id, namespace, queue, type, version, payload, priority, producer,
     attempts, crashes, created_at, deliveries, errors, status, finished_at, dead_handler,
-    error_type, error_fingerprint)
+    error_type, error_fingerprint, key)
 SELECT n, gen_random_uuid(), 'default', 'default', 'order.placed', 1, '{{}}', 0, '', 1, 0, now(),
     '{{}}', '[]', 'FAILED', now() - n * interval '1 second', 'shop.ship', 'ValueError',
-    lpad(to_hex(n %% %s), 16, 'a')
+    lpad(to_hex(n %% %s), 16, 'a'), 'order:' || n
 FROM generate_series(1, %s) AS n"""
 
 
@@ -33,15 +35,18 @@ def many_dead():
 
 
 def plans_of(queries):
-    """How PostgreSQL reads the log for each of them. Counting ends at its limit, whatever it
-    walks along."""
+    """How PostgreSQL reads the log for each of them. Counting ends at its limit, and walks in the
+    order of the list."""
     said = [query["sql"] for query in queries if LOG in query["sql"]]
     counted = [sql for sql in said if sql.startswith("SELECT COUNT(*) FROM (")]
-    assert all("LIMIT 10001" in sql for sql in counted)
+    assert all("ORDER BY" in sql and "LIMIT 10001" in sql for sql in counted)
+    return {sql: plan_of(sql) for sql in set(said) - set(counted)}
+
+
+def plan_of(sql):
     with connection.cursor() as cursor:
-        for sql in set(said) - set(counted):
-            cursor.execute("EXPLAIN " + sql.replace("%", "%%"), [])
-            yield sql, "\n".join(row[0] for row in cursor.fetchall())
+        cursor.execute("EXPLAIN " + sql.replace("%", "%%"), [])
+        return "\n".join(row[0] for row in cursor.fetchall())
 
 
 @pytest.mark.parametrize(
@@ -61,8 +66,25 @@ def test_a_page_reads_no_more_than_it_shows(chief, many_dead, address):
     with CaptureQueriesContext(connection) as queries:
         assert chief.get(place).status_code == 200
     assert len(queries) < 15
-    for sql, plan in plans_of(queries):
+    for sql, plan in plans_of(queries).items():
         assert f"Seq Scan on {LOG}" not in plan, f"{sql}\n{plan}"
+
+
+@pytest.mark.parametrize(
+    ("query", "indexes"),
+    [
+        ("?handler=nobody", {"eventbus_log_handler"}),
+        ("?q=order:7", {"eventbus_log_dead_key", "eventbus_log_dead_type"}),
+        ("?q=nothing.of", {"eventbus_log_dead_key", "eventbus_log_dead_type"}),
+    ],
+)
+def test_what_few_dead_letters_fit_is_found_without_reading_all(chief, many_dead, query, indexes):
+    with CaptureQueriesContext(connection) as queries:
+        assert chief.get(url("deadevent_changelist", query=query)).status_code == 200
+    asked = [each["sql"] for each in queries if LOG in each["sql"]]
+    assert asked
+    for plan in map(plan_of, asked):
+        assert indexes <= set(re.findall(r"eventbus_log_\w+", plan)), plan
 
 
 def test_many_groups_are_steps_of_an_index(chief, many_dead):

@@ -91,6 +91,19 @@ def test_findings_and_tiles_lead_to_the_pages_this_user_may_see(store):
     assert link not in text_of(few.get(FIGURES))
 
 
+def test_the_tiles_of_the_queue_lead_to_the_events_they_count():
+    urls = {t.label: t.url for t in at_the_door(*VIEWS).get(FIGURES).context["tiles"]}
+    assert urls["Running"].endswith("?status=PROCESSING")
+    for label in ("Pending", "Retrying", "Scheduled"):
+        assert urls[label].endswith("?status=PENDING")
+
+
+def test_the_time_zone_is_named(operator, settings):
+    settings.TIME_ZONE = "Asia/Tokyo"
+    assert re.search(r"As of \d\d:\d\d:\d\d, Asia/Tokyo", text_of(operator.get(OVERVIEW)))
+    assert "Asia/Tokyo" in text_of(operator.get(FIGURES))
+
+
 def test_a_finding_leads_to_exactly_what_it_tells_of(settings):
     settings.EVENTBUS = {"DEAD_HEAD": "block"}
 

@@ -3,21 +3,36 @@
 S02 to S06 of the requirements the bus was built to.
 """
 
+from datetime import timedelta
+
 import pytest
+from django.apps import apps
 from django.contrib.admin.models import LogEntry
 from django.contrib.admin.sites import site
 from django.contrib.auth.models import User
 from django.test import Client
 
-from django_eventbus import publish, queued
+from django_eventbus import gates, publish, queued
 from django_eventbus.admin.dead import DeadEventAdminMixin
-from django_eventbus.models import DeadEvent, EventLog, QueuedEvent
-from tests.admin.conftest import ROLES, url
-from tests.test_dead_letters import dead_letter
+from django_eventbus.models import (
+    DeadEvent,
+    EventGate,
+    EventLane,
+    EventLog,
+    EventSchedule,
+    EventWorker,
+    QueuedEvent,
+)
+from django_eventbus.store import store_for
+from tests.admin.conftest import MODELS, ROLES, url
+from tests.test_dead_letters import NOON, dead_letter
 
 pytestmark = pytest.mark.django_db
 
+APP = apps.get_app_config("django_eventbus")
 EVERYBODY = set(ROLES) - {"stranger"}
+PLAN = {"name": "nightly", "cron": "1 6 * * *", "tz": "UTC", "misfire": "skip", "type": "report"}
+PLAN |= {"priority": "0", "payload": "1", "headers": "null"}
 CHANGED = [
     ("deadevent_changelist", {"action": "delete_selected"}, set()),
     ("deadevent_changelist", {"action": "retry"}, {"retrier", "chief"}),
@@ -44,6 +59,27 @@ CHANGED = [
     ("queuedevent_run", {}, {"retrier", "chief"}),
     ("queuedevent_bulk:run", {"run": "?"}, {"retrier", "chief"}),
     ("queuedevent_bulk:cancel", {"run": "?"}, {"purger", "chief"}),
+    ("eventlane_changelist", {"action": "release"}, {"pauser", "chief"}),
+    ("eventlane_changelist", {"action": "skip_head"}, {"purger", "chief"}),
+    ("eventlane_changelist", {"action": "skip_head", "confirmed": "yes"}, {"purger", "chief"}),
+    ("eventlane_add", {}, set()),
+    ("eventlane_change", {"key": "forged"}, set()),
+    ("eventlane_delete", {"post": "yes"}, set()),
+    ("eventworker_add", {}, set()),
+    ("eventworker_change", {"host": "forged"}, set()),
+    ("eventworker_delete", {"post": "yes"}, set()),
+    ("eventgate_changelist", {"action": "resume"}, {"pauser", "chief"}),
+    ("eventgate_changelist", {"action": "reset_breaker"}, {"pauser", "chief"}),
+    ("eventgate_pause", {"what": "queue:default"}, {"pauser", "chief"}),
+    ("eventgate_add", {}, set()),
+    ("eventgate_change", {"name": "forged"}, set()),
+    ("eventgate_delete", {"post": "yes"}, set()),
+    ("eventschedule_changelist", {"action": "enable"}, {"planner", "chief"}),
+    ("eventschedule_changelist", {"action": "disable"}, {"planner", "chief"}),
+    ("eventschedule_changelist", {"action": "run_now"}, {"planner", "chief"}),
+    ("eventschedule_add", {**PLAN, "name": "another"}, {"planner", "chief"}),
+    ("eventschedule_change", PLAN, {"planner", "chief"}),
+    ("eventschedule_delete", {"post": "yes"}, {"planner", "chief"}),
 ]
 SEEN = [
     ("deadevent_changelist", EVERYBODY),
@@ -62,15 +98,41 @@ SEEN = [
     ("queuedevent_history", EVERYBODY),
     ("queuedevent_bulk:run", {"retrier", "chief"}),
     ("queuedevent_bulk:cancel", {"purger", "chief"}),
+    *(
+        (f"{model}_{view}", EVERYBODY)
+        for model in ("eventlane", "eventworker", "eventgate", "eventschedule")
+        for view in ("changelist", "change", "history")
+    ),
+    ("eventgate_pause", {"pauser", "chief"}),
+    ("eventschedule_add", {"planner", "chief"}),
+    ("eventschedule_delete", {"planner", "chief"}),
+    ("eventminute_changelist", EVERYBODY),
+    ("eventminute_figures", EVERYBODY),
 ]
 
 
 @pytest.fixture
 def rows():
-    """A dead letter and a queued event by the names of their models."""
+    """A row of each model by the model's name."""
     letter = dead_letter(payload=7)
     waiting = publish("waiting", 7, delay=3600)
-    return {"deadevent": letter, "eventlog": letter, "queuedevent": waiting}
+    now = store_for().read_clock()
+    ours = {"namespace": "default"}
+    gates.pause(type="mail.*")
+    return {
+        "deadevent": letter,
+        "eventlog": letter,
+        "queuedevent": waiting,
+        "eventlane": EventLane.objects.create(**ours, queue="default", key="k", ready_at=now),
+        "eventworker": EventWorker.objects.create(
+            **ours, host="web", pid=1, queues=["default"], expires_at=now
+        ),
+        "eventgate": EventGate.objects.get(),
+        "eventschedule": EventSchedule.objects.create(name="nightly", type="x", cron="0 6 * * *"),
+    }
+
+
+OF_A_ROW = ("change", "history", "delete", "retry", "edit", "run")
 
 
 def address(name, rows):
@@ -78,20 +140,21 @@ def address(name, rows):
     model, view = name.split("_")
     if act:
         return url(name, act)
-    return url(name) if view in ("changelist", "add", "groups") else url(name, rows[model].pk)
+    return url(name, rows[model].pk) if view in OF_A_ROW else url(name)
 
 
 def everything():
     """All there is to change, as it is."""
-    models = (QueuedEvent, EventLog, LogEntry)
+    models = (QueuedEvent, EventLog, EventLane, EventWorker, EventGate, EventSchedule, LogEntry)
     return [list(model.objects.order_by("pk").values()) for model in models]
 
 
 def test_every_address_is_tried():
     tried = {name.partition(":")[0] for name, *_ in [*CHANGED, *SEEN]}
-    for model in (DeadEvent, EventLog, QueuedEvent):
-        ours = {each.name for each in site._registry[model].get_urls() if each.name}
-        assert {name.removeprefix("django_eventbus_") for name in ours} <= tried
+    pages = [page for model, page in site._registry.items() if model in APP.get_models()]
+    assert len(pages) == len(MODELS)
+    ours = {each.name for page in pages for each in page.get_urls() if each.name}
+    assert {name.removeprefix("django_eventbus_") for name in ours} == tried
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -104,7 +167,7 @@ def test_a_forged_request_changes_nothing_without_permission(
     model = name.split("_")[0]
     if "action" in data:
         data = {**data, "_selected_action": [rows[model].pk]}
-    if "payload" in data and role in allowed:
+    if name == "deadevent_edit" and role in allowed:
         data = {**data, "before": client.get(place).context["form"].initial["before"]}
     if "run" in data and role in allowed:
         data = {**data, "run": client.get(place).context["token"]}
@@ -188,7 +251,7 @@ def test_nobody_is_offered_what_they_may_not_do(client_of, rows, role):
         assert "Run now" not in page
         if role == "viewer":
             assert "Purge" not in page
-            assert "Discard" not in page
+            assert "Cancel" not in page
 
 
 def test_an_admin_that_shows_less_lets_less_be_done(client_of, rows, monkeypatch):
@@ -212,6 +275,52 @@ def test_an_admin_that_shows_less_lets_less_be_done(client_of, rows, monkeypatch
     for each in (token, chosen_token):
         client.post(url("deadevent_bulk", "purge"), {"run": each})
     assert everything() == before
+
+
+@pytest.fixture
+def mine_only(monkeypatch):
+    """A project whose admins show only what its own producer published."""
+
+    def narrow(page):
+        seen = page.get_queryset
+        monkeypatch.setattr(
+            page, "get_queryset", lambda request: seen(request).filter(producer="mine")
+        )
+
+    for model in (DeadEvent, EventLog, QueuedEvent):
+        narrow(site._registry[model])
+
+
+def test_groups_are_made_of_what_the_admin_shows(client_of, mine_only):
+    """S05."""
+    client = client_of("chief")
+    for who in ("mine", "mine", "theirs"):
+        letter = dead_letter(error=KeyError(who))
+        EventLog.objects.filter(pk=letter.pk).update(
+            producer=who, error_fingerprint="a" * 16, finished_at=NOON
+        )
+    EventLog.objects.filter(producer="theirs").update(finished_at=NOON + timedelta(days=1))
+    other = dead_letter("other", error=ValueError("theirs"), handler_name="their.handler")
+    (group,) = client.get(url("deadevent_groups")).context["groups"]
+    assert (str(group["count"]), group["last_at"], group["message"]) == ("2", NOON, "'mine'")
+    fingerprint = EventLog.objects.get(pk=other.pk).error_fingerprint
+    page = client.get(url("deadevent_changelist", query=f"?group={fingerprint}"))
+    assert "their.handler" not in page.content.decode()
+
+
+def test_related_events_are_those_the_admin_shows(client_of, mine_only):
+    """S05."""
+    client, letter = client_of("chief"), dead_letter()
+    cause, effect = publish("their.cause", delay=60), publish("their.effect", delay=60)
+    EventLog.objects.update(producer="mine", caused_by=cause.event_id)
+    QueuedEvent.objects.filter(pk=effect.pk).update(caused_by=letter.event_id)
+    page = client.get(url("deadevent_change", letter.pk)).content.decode()
+    assert "not for you to see" in page
+    assert "their." not in page
+    QueuedEvent.objects.update(producer="mine")
+    page = client.get(url("deadevent_change", letter.pk)).content.decode()
+    assert "their.cause" in page
+    assert "their.effect" in page
 
 
 def test_a_retry_can_change_neither_type_nor_payload(client_of):

@@ -167,6 +167,19 @@ def test_the_payload_is_for_those_who_may_see_payloads(nightly):
     assert nightly.tz == "Europe/Berlin"
 
 
+def test_secrets_are_shown_only_to_those_who_change_them(keeper, nightly):
+    EventSchedule.objects.update(payload={"token": "hush-hush", "n": 7}, headers={"cookie": "c00k"})
+    reader = at_the_door("view_eventschedule", "view_payload_eventlog", name="reader")
+    url = f"{SCHEDULES}{nightly.pk}/change/"
+    page = shown(reader, url)
+    assert "&quot;n&quot;: 7" in page
+    assert "hush-hush" not in page
+    assert "c00k" not in page
+    assert "hush-hush" in shown(keeper, url)
+    EventSchedule.objects.update(origin=ScheduleOrigin.CODE)
+    assert "hush-hush" not in shown(keeper, url), "code changes it, so here it is only read"
+
+
 @pytest.mark.parametrize("action", ["enable", "disable", "run_now", "delete_selected"])
 @pytest.mark.parametrize(
     "rights", [(), ("view_eventschedule",), ("view_eventschedule", "add_eventschedule")]

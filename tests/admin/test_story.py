@@ -11,6 +11,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from django_eventbus import handler, publish, queued
+from django_eventbus.admin import payloads
 from django_eventbus.admin.payloads import MOST_SHOWN, Redaction, shown
 from django_eventbus.models import DeadEvent, EventLog, QueuedEvent
 from tests.admin.conftest import url
@@ -61,8 +62,75 @@ def test_a_story_tells_how_long_each_attempt_waited_and_took(chief):
     ]
     EventLog.objects.update(errors=errors, created_at=NOON, finished_at=NOON + timedelta(hours=1))
     page = text_of(story_of(chief, letter))
-    assert "waited 7.5 s took 2.5 s" in page
-    assert "waited 6 min took 250 ms" in page
+    assert "waited 7.5 s · took 2.5 s" in page
+    assert "waited 6 min · took 250 ms" in page
+
+
+def test_a_story_tells_of_the_handlers_that_made_it(chief):
+    handler("order.placed", name="shop.bill")(lambda event: None)
+    letter = dead_letter()
+    states = letter.deliveries
+    assert states["shop.bill"]["seconds"] < 60
+    states["shop.bill"] |= {"at": (NOON + timedelta(seconds=2)).isoformat(), "seconds": 0.003}
+    errors = [{**letter.errors[0], "at": (NOON + timedelta(seconds=9)).isoformat()}]
+    EventLog.objects.update(deliveries=states, errors=errors, created_at=NOON)
+    page = text_of(story_of(chief, letter))
+    assert "shop.bill done at attempt 1 · took 3 ms" in page
+    assert page.index("shop.bill done at attempt") < page.index("shop.ship failed at attempt")
+
+
+def test_a_story_tells_what_operators_did(chief):
+    letter = dead_letter()
+    chief.post(url("deadevent_retry", letter.pk))
+    page = text_of(story_of(chief, letter, "queuedevent"))
+    assert "Retried by chief" in page
+    other = dead_letter()
+    assert "by chief" not in text_of(story_of(chief, other))
+
+
+def test_an_edit_is_told_once(chief, client_of):
+    letter = dead_letter(payload=1)
+    before = chief.get(url("deadevent_edit", letter.pk)).context["form"].initial["before"]
+    chief.post(url("deadevent_edit", letter.pk), {"payload": "2", "before": before})
+    page = text_of(story_of(chief, letter, "queuedevent"))
+    assert page.count("by chief") == 1
+    assert "by chief with another payload" in page
+    assert "edited, and retried by chief" in text_of(
+        story_of(client_of("viewer"), letter, "queuedevent")
+    )
+
+
+def test_attempts_that_are_left_out_are_counted(chief):
+    letter = dead_letter()
+    EventLog.objects.update(errors=[letter.errors[0]] * 103)
+    page = text_of(story_of(chief, letter))
+    assert "3 earlier attempts are not shown." in page
+    assert page.count("failed at attempt") == 100
+
+
+def test_an_event_that_went_well_at_once_names_its_handlers(chief):
+    handler("x", name="shop.bill")(lambda event: None)
+    event = publish("x", 1)
+    drain()
+    page = text_of(story_of(chief, logged(event), "eventlog"))
+    assert "Every handler did it at the first attempt. Today these are: shop.bill." in page
+
+
+def test_only_a_story_with_something_due_has_a_column_for_it(chief):
+    letter = dead_letter()
+    assert "Handler State Failures Actions" in text_of(story_of(chief, letter))
+    handler("y", name="h", retry={"max_retries": 1, "base_delay": 60})(lambda event: 1 / 0)
+    event = publish("y", 1)
+    drain()
+    page = text_of(story_of(chief, event, "queuedevent"))
+    assert "Handler State Failures Due Actions" in page
+
+
+def test_pages_with_times_name_the_zone_once(chief, settings):
+    settings.TIME_ZONE = "Asia/Tokyo"
+    letter = dead_letter()
+    for page in (story_of(chief, letter), chief.get(url("deadevent_groups"))):
+        assert text_of(page).count("Times are those of Asia/Tokyo.") == 1
 
 
 def test_a_story_names_the_cause_and_what_was_published_in_turn(chief):
@@ -99,7 +167,9 @@ def test_only_so_many_effects_are_shown(chief):
 def test_a_cause_that_is_gone_is_still_named(chief):
     letter, cause = dead_letter(), uuid.uuid4()
     EventLog.objects.update(caused_by=cause)
-    assert f"an event that is gone {cause}" in text_of(story_of(chief, letter))
+    assert f"an event that is gone, or not for you to see {cause}" in text_of(
+        story_of(chief, letter)
+    )
 
 
 def test_a_story_is_told_by_few_queries(chief):
@@ -123,7 +193,7 @@ def test_an_event_that_moved_on_is_shown_where_it_is(chief):
 
 
 @pytest.mark.parametrize("name", ["deadevent", "eventlog", "queuedevent"])
-@pytest.mark.parametrize("pk", ["999999999", "9" * 30, "x", "0x1", "-1", "²"])
+@pytest.mark.parametrize("pk", ["999999999", "9" * 30, "9" * 4400, "x", "0x1", "-1", "²"])
 def test_an_event_that_never_was_is_missing(chief, name, pk):
     response = chief.get(url(f"{name}_change", pk), follow=True)
     assert "exist. Perhaps it was deleted?" in text_of(response)
@@ -204,6 +274,13 @@ def test_the_project_says_which_fields_are_sensitive(settings):
     text = shown({"iban": "DE02", "password": "hunter2"}).text
     assert "DE02" not in text
     assert "hunter2" in text
+
+
+def test_of_a_huge_payload_only_what_is_shown_is_looked_at(monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(payloads, "printable", lambda text: looked_at.append(len(text)) or text)
+    shown("x" * 10 * MOST_SHOWN)
+    assert looked_at == [MOST_SHOWN]
 
 
 def test_nothing_in_a_payload_can_turn_the_text_around():

@@ -16,6 +16,7 @@ SHOWN = {
     "story": "story",
     "confirmation": "confirmation",
 }
+WHOLE = ("overview", "story")
 FILTERS = {"confirmation": "?handler=mail.send&queue=mail"}
 
 
@@ -23,8 +24,9 @@ FILTERS = {"confirmation": "?handler=mail.send&queue=mail"}
 def test_take(browse, chief, urls, scheme):  # noqa: F811
     page = browse(chief, urls["app"], color_scheme=scheme, viewport={"width": 1360, "height": 800})
     for name, file in SHOWN.items():
-        page.goto(urls[name] + FILTERS.get(name, ""))
-        save(page.screenshot(full_page=name == "story"), IMAGES / f"{file}-{scheme}.png")
+        page.goto(urls[name] + FILTERS.get(name, ""), wait_until="networkidle")
+        page.wait_for_function("[...document.images].every(each => each.complete)")
+        save(page.screenshot(full_page=name in WHOLE), IMAGES / f"{file}-{scheme}.png")
 
 
 def save(picture, path):

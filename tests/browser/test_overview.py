@@ -1,6 +1,7 @@
 """The overview refreshes itself while somebody looks at it."""
 
 import re
+import uuid
 
 import pytest
 from django.urls import reverse
@@ -8,6 +9,8 @@ from playwright.sync_api import expect
 
 from django_eventbus import publish
 from django_eventbus.admin.overview import REFRESH_SECONDS
+from django_eventbus.models import EventMinute
+from django_eventbus.store import store_for
 
 OVERVIEW = reverse("admin:django_eventbus_eventminute_changelist")
 FIGURES = reverse("admin:django_eventbus_eventminute_figures")
@@ -72,8 +75,28 @@ def test_it_can_be_paused(overview):
     expect(tile(overview, "Pending")).to_have_text("1")
 
 
-def test_nothing_is_taken_away_from_under_the_keyboard(overview):
-    overview.locator("#eventbus-live a").first.focus()
+@pytest.mark.parametrize("stop", ["a[href$='deadevent/']", "summary"])
+def test_the_focus_stays_where_it_is_while_the_figures_change(overview, stop):
+    EventMinute.objects.create(
+        namespace="default",
+        minute=store_for().read_clock().replace(second=0, microsecond=0),
+        worker_id=uuid.uuid4(),
+        queue="default",
+        done=1,
+    )
+    overview.reload()
+    before = overview.locator(f"#eventbus-live {stop}").first
+    before.focus()
+    publish("order.placed", {"order": 1, "card": "valid"})
+    let_time_pass(overview)
+    expect(tile(overview, "Pending")).to_have_text("1")
+    expect(overview.locator(f"#eventbus-live {stop}").first).to_be_focused()
+
+
+def test_a_selection_is_not_taken_away(overview):
+    overview.evaluate(
+        "document.getSelection().selectAllChildren(document.getElementById('eventbus-attention'))"
+    )
     let_time_pass(overview)
     assert overview.fetched == []
 

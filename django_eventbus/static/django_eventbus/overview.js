@@ -7,6 +7,7 @@ document.addEventListener("DOMContentLoaded", () => {
         return;
     }
     const news = document.getElementById("eventbus-news");
+    const asOf = document.getElementById("eventbus-as-of");
     const button = document.createElement("button");
     let paused = false;
     let fetching = false;
@@ -30,15 +31,35 @@ document.addEventListener("DOMContentLoaded", () => {
         }
     }
 
-    // Nothing is taken away under the keyboard's focus or a selection.
-    function isInUse() {
+    // A selection would be lost with what is selected.
+    function isSelecting() {
         const selection = document.getSelection();
-        const selecting = selection && !selection.isCollapsed && live.contains(selection.anchorNode);
-        return selecting || (live.contains(document.activeElement) && live !== document.activeElement);
+        return selection && !selection.isCollapsed && live.contains(selection.anchorNode);
+    }
+
+    // What the keyboard can stop at and that leads to the same place.
+    function stopsLike(target) {
+        return [...live.querySelectorAll("a, summary")].filter((each) => targetOf(each) === target);
+    }
+
+    function targetOf(stop) {
+        return stop.getAttribute("href") || stop.tagName;
+    }
+
+    // Where the focus is, so that it is there again when all is new; what is gone leaves it here.
+    function rememberFocus() {
+        const stop = document.activeElement;
+        if (!live.contains(stop)) {
+            return () => {};
+        }
+        const target = targetOf(stop);
+        const place = stopsLike(target).indexOf(stop);
+        return () => (stopsLike(target)[place] || live).focus({preventScroll: true});
     }
 
     function show(html) {
         const fresh = new DOMParser().parseFromString(html, "text/html").body;
+        const refocus = rememberFocus();
         for (const details of live.querySelectorAll("details[open]")) {
             const same = fresh.querySelector("#" + details.id);
             if (same) {
@@ -46,16 +67,19 @@ document.addEventListener("DOMContentLoaded", () => {
             }
         }
         live.replaceChildren(...fresh.childNodes);
+        refocus();
+        asOf.textContent = live.querySelector("[data-as-of]").dataset.asOf;
+        asOf.classList.remove("eventbus-stale");
         tell(live.querySelector("[data-news]").dataset.news);
     }
 
     function showLost() {
-        live.querySelector(".eventbus-asof").classList.add("eventbus-stale");
+        asOf.classList.add("eventbus-stale");
         tell(live.dataset.lost);
     }
 
     async function refresh() {
-        if (paused || fetching || document.hidden || isInUse()) {
+        if (paused || fetching || document.hidden || isSelecting()) {
             return;
         }
         fetching = true;
