@@ -5,13 +5,16 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --quiet --disable-pip-version-check
 # Three at a time: most tests of processes wait for something.
-PYTEST := $(PYTHON) -m pytest --numprocesses 3 --dist worksteal $(ARGS)
+PYTEST := $(PYTHON) -m pytest --numprocesses 3 --dist worksteal --durations 10 --durations-min 5 $(ARGS)
 
 # Stamps: an extra is installed again when pyproject.toml changed.
 TEST_READY := $(VENV)/.test-ready
 BROWSER_READY := $(VENV)/.browser-ready
 DEV_READY := $(VENV)/.dev-ready
 DOCS_READY := $(VENV)/.docs-ready
+
+# Tests start processes by the hundred; each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .SECONDEXPANSION:
@@ -73,15 +76,16 @@ ROUNDS ?= 4
 FAULTS = EVENTBUS_FAULT_KILLS=$(KILLS) EVENTBUS_FAULT_EVENTS=$(EVENTS) \
 	EVENTBUS_FAULT_CRASHES=$(CRASHES) EVENTBUS_FAULT_ROWS=$(ROWS) EVENTBUS_FAULT_SECONDS=$(SOAK) \
 	EVENTBUS_FAULT_ROUNDS=$(ROUNDS)
+# They wait even more, for leases and timeouts.
+LONG_FAULTS = $(FAULTS) $(PYTEST) --numprocesses 4 -m long -o faulthandler_timeout=3600
 
 faults: $(TEST_READY) ## the long faults: kills, crashes, failovers, a soak
-	EVENTBUS_TEST_DB=postgresql $(FAULTS) $(PYTHON) -m pytest $(ARGS) tests/faults tests/store/test_model.py -m long -o faulthandler_timeout=3600
-	EVENTBUS_TEST_DB=sqlite $(FAULTS) $(PYTHON) -m pytest $(ARGS) tests/faults/test_kills.py -m long -o faulthandler_timeout=3600
+	EVENTBUS_TEST_DB=postgresql $(LONG_FAULTS) tests/faults tests/store/test_model.py
+	EVENTBUS_TEST_DB=sqlite $(LONG_FAULTS) tests/faults/test_kills.py
 	@if ! $(PYTHON) -c 'import MySQLdb' 2>/dev/null; then \
 		echo "skipped: the faults of MariaDB, its driver is not installed (make test-mariadb does it)"; \
 	else \
-		EVENTBUS_TEST_DB=mariadb $(FAULTS) $(PYTHON) -m pytest $(ARGS) tests/faults/test_kills.py \
-			tests/faults/test_mariadb.py -m long -o faulthandler_timeout=3600; \
+		EVENTBUS_TEST_DB=mariadb $(LONG_FAULTS) tests/faults/test_kills.py tests/faults/test_mariadb.py; \
 	fi
 
 # The first thing a visitor tries: it installs no more than it needs.

@@ -9,6 +9,12 @@ from tests.faults import server as servers
 from tests.faults.proxy import Pooler, Proxy, server_address
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """The soak first: whatever else runs beside it, nobody waits for it in the end."""
+    items.sort(key=lambda item: item.name != "test_soak")
+
+
 @pytest.fixture
 def figures(request):
     """Say what was done, with numbers; it stands in the summary of the run."""
