@@ -11,7 +11,7 @@ from typing import Any
 
 import django
 
-GROUPS = ("publish", "drain", "keys", "head", "latency", "pending", "pages")
+GROUPS = ("publish", "drain", "keys", "recovery", "head", "latency", "pending", "pages")
 
 
 def main() -> None:
@@ -28,12 +28,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from django.core.management import call_command
     from django.db import connection
 
-    from benchmarks import draining, latency, pages, publishing
+    from benchmarks import draining, latency, pages, publishing, recovering
 
     measurements = {
         "publish": publishing.measure,
         "drain": draining.measure,
         "keys": draining.measure_keys,
+        "recovery": recovering.measure,
         "head": draining.measure_failing_head,
         "latency": latency.measure,
         "pending": draining.measure_pending,
