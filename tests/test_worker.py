@@ -244,11 +244,11 @@ def test_forgotten_claims_are_sought_only_after_a_new_connection(make_loop, monk
 
 def test_m22_the_memory_of_a_worker_does_not_grow_with_what_it_has_done(transactional_db):
     """By Python's own books: what is left after a batch, in the second third and in the last."""
-    events, done, left = 3000, itertools.count(), []
+    events, done, left = 1500, itertools.count(), []
 
     @handler("x", name="h")
     def look_now_and_then(event):
-        if next(done) % 100 == 0:
+        if next(done) % 50 == 0:
             gc.collect()
             left.append(tracemalloc.get_traced_memory()[0])
 
