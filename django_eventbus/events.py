@@ -367,7 +367,8 @@ def _size(value: object, depth: int) -> int:
     if isinstance(value, _ENCODER_TYPES):
         return _encoded_size(value)
     kind = type(value)
-    raise _UnfitError(f"is a {kind.__module__}.{kind.__qualname__}, which JSON cannot hold")
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    raise _UnfitError(f"is a {name}, which JSON cannot hold")
 
 
 def _object_size(value: dict[Any, Any], depth: int) -> int:

@@ -83,7 +83,7 @@ class Minutes:
         ended: dict[str, list[float]] = defaultdict(list)
         runs: dict[tuple[str, str], list[float]] = defaultdict(list)
         for event, settlement, outcomes in settled:
-            ended[_state(settlement)].append(event.age(now))
+            ended[_state(settlement, outcomes)].append(event.age(now))
             for outcome in outcomes:
                 runs[outcome.handler, outcome.state].append(outcome.seconds)
         ended.pop(NOT_YET, None)
@@ -168,12 +168,14 @@ class Minutes:
         )
 
 
-def _state(settlement: Settlement) -> str:
+def _state(settlement: Settlement, outcomes: Sequence[Outcome]) -> str:
     if isinstance(settlement, Completed):
         return DONE
     if isinstance(settlement, Finished):
         return _STATE_OF[LogStatus(settlement.status)]
-    return RETRY if isinstance(settlement, Postponed) else NOT_YET
+    # Of those that go back, some only wait for a gate: nothing has failed.
+    failed = any(outcome.state == RETRY for outcome in outcomes)
+    return RETRY if isinstance(settlement, Postponed) and failed else NOT_YET
 
 
 def _complain(error: Error) -> None:

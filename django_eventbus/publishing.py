@@ -377,6 +377,10 @@ def _new(
         type_name, version = str(event.event_type), event.event_version
     else:
         check_name(event, "the event type")
+        if "*" in event:
+            raise InvalidPayloadError(
+                f"{event!r} is a pattern, for handlers; an event has one type, such as order.placed"
+            )
         cls = events.class_for(event)
         type_name, version = event, cls.event_version if cls else 1
     check_payload(payload, depth=deepest)

@@ -274,7 +274,8 @@ class Registry:
             if known is not None and set(known.subjects) != set(new.subjects):
                 raise DuplicateHandlerError(
                     f"{_source(new.func)} is registered twice; give all its patterns in one "
-                    f"@handler(…), or each registration a name= of its own"
+                    f"@handler(…), or each registration a name= of its own; two functions of this "
+                    f"name need two names"
                 )
             object.__setattr__(new, "position", next(self._positions))
             # A new dict: whoever is going through the old one is not disturbed.

@@ -22,7 +22,7 @@ from django_eventbus.conf import settings
 from django_eventbus.events import ClaimedEvent, Event, encode, plain
 from django_eventbus.exceptions import Discard, EventBusError, Retry
 from django_eventbus.models import EventFields, EventLog
-from django_eventbus.registry import covers, registry
+from django_eventbus.registry import covers, did_you_mean, registry
 from django_eventbus.signals import delivery_failed
 from django_eventbus.store import Store, default_alias, store_for
 from django_eventbus.worker import WorkerOptions, run_here
@@ -114,6 +114,10 @@ def capture_events(using: str | None = None) -> Iterator[list[EventFields]]:
 def isolated_handlers(*kept: Callable[..., Any] | str) -> Iterator[None]:
     """Set all handlers aside but those named, and forget those declared in the block after it."""
     before = sorted(registry.all(), key=lambda each: each.position)
+    known = {each.name for each in before}
+    for name in kept:
+        if isinstance(name, str) and name not in known:
+            raise EventBusError(f"there is no handler {name!r}{did_you_mean(name, known)}")
     for each in before:
         if each.func not in kept and each.name not in kept:
             registry.remove(each.id)

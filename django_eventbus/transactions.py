@@ -115,6 +115,9 @@ class GroupTransaction:
         if self._savepoint_owed:
             self._savepoint_owed = False
         else:
+            if not self._outermost and connection.features.can_defer_constraint_checks:
+                # In the transaction of a test, which never commits: a commit would refuse it.
+                connection.check_constraints()
             try:
                 connection.savepoint_commit(self._sid)
             except Error as error:

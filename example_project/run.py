@@ -16,7 +16,7 @@ from pathlib import Path
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    for name in ("SIGTERM", "SIGHUP"):  # as tidy as Ctrl-C
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # all as tidy as Ctrl-C, in the background too
         signal.signal(getattr(signal, name), signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="eventbus-demo-") as directory:
         try:

@@ -9,7 +9,7 @@ from django.db.models import F, Sum
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from django_eventbus import Discard, RetryPolicy, handler, poll, publish, publish_many
+from django_eventbus import Discard, RetryPolicy, gates, handler, poll, publish, publish_many
 from django_eventbus.events import Claim, ClaimedEvent
 from django_eventbus.histograms import COLUMNS
 from django_eventbus.minutes import Minutes
@@ -263,3 +263,15 @@ def failing(error):
         raise error
 
     return fail
+
+
+@pytest.mark.django_db
+def test_who_only_waits_for_a_gate_has_not_failed():
+    """One of two handlers is paused: the event goes back, and nothing went wrong."""
+    handler("x", name="runs")(lambda event: None)
+    handler("x", name="waits")(lambda event: None)
+    gates.pause(handler="waits")
+    publish("x", {})
+    drain()
+    rows = EventMinute.objects.values_list("handler", "done", "retried", "dead")
+    assert [row for row in rows if any(row[1:])] == [("runs", 1, 0, 0)]

@@ -314,6 +314,13 @@ def test_a_handler_gets_the_payload_that_was_published(handled, payload, many):
     assert handled == [payload]
 
 
+@pytest.mark.parametrize("many", [False, True], ids=["publish", "publish_many"])
+def test_a_pattern_is_no_type(many):
+    with pytest.raises(InvalidPayloadError, match="is a pattern"):
+        publish_many([("order.*", {})]) if many else publish("order.*", {})
+    assert queued() == []
+
+
 def test_a_payload_is_not_needed(handled):
     publish("server.started")
     drain()

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 
 import pytest
-from django.db import transaction
+from django.db import IntegrityError, connection, transaction
 from django.test import TestCase
 from django.utils import timezone
 
@@ -40,7 +40,7 @@ from django_eventbus.testing import (
     isolated_handlers,
     published,
 )
-from tests.shop.models import Effect
+from tests.shop.models import Effect, Order
 
 pytestmark = pytest.mark.django_db
 
@@ -436,3 +436,29 @@ def test_the_plugin_leaves_projects_without_django_alone(tmp_path):
         check=False,
     )
     assert "1 passed" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.django_db
+def test_what_a_commit_would_refuse_fails_in_a_test_that_never_commits():
+    if not connection.features.can_defer_constraint_checks:
+        pytest.skip("here it is refused at once")
+
+    @handler("x", name="h", retry={"max_retries": 0})
+    def refer_to_nobody(event):
+        Order.objects.create(customer_id=99)
+
+    publish("x", {})
+    with pytest.raises(IntegrityError):
+        drain()
+    (letter,) = dead_letters.list()
+    assert letter.dead_handler == "h"
+    assert not Order.objects.exists()
+
+
+def test_a_handler_that_is_to_be_kept_has_to_be_there():
+    handler("x", name="shop.count_sale")(lambda event: None)
+    with (
+        pytest.raises(EventBusError, match=r"no handler 'shop.count_sael'.*'shop.count_sale'"),
+        isolated_handlers("shop.count_sael"),
+    ):
+        pass

@@ -238,7 +238,8 @@ def handler_rows(seen: Status) -> list[dict[str, Any]]:
             "runs": grouped(each.runs.total),
             "failed": grouped(each.runs.failed),
             "rate": per_cent(each.runs.failure_rate),
-            "dead": grouped(each.runs.dead),
+            # Discarded ones are dead letters, too.
+            "dead": grouped(each.runs.dead + each.runs.discarded),
             "p50": duration(each.runs.p50),
             "p95": duration(each.runs.p95),
             "state": _handler_state(each),

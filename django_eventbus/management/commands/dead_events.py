@@ -54,7 +54,12 @@ class Command(BaseCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
         _add_list(actions.add_parser("list", help="show them, newest dead first"))
-        _add_retry(actions.add_parser("retry", help="put them back into the queue as if new"))
+        _add_retry(
+            actions.add_parser(
+                "retry",
+                help="queue them again; handlers that were done with an event are not run again",
+            )
+        )
         _add_purge(actions.add_parser("purge", help="delete them for good"))
 
     def handle(self, *args: Any, **options: Any) -> None:

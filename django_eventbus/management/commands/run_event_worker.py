@@ -44,13 +44,24 @@ class Command(BaseCommand):
             "--processes",
             type=int,
             default=1,
-            help="worker processes under one supervisor; 0 works in this very process",
+            help="worker processes under one supervisor, default 1; 0 works in this very process",
         )
         parser.add_argument(
-            "--concurrency", type=int, default=1, help="threads per process, for I/O-bound handlers"
+            "--concurrency",
+            type=int,
+            default=1,
+            help="threads per process, for I/O-bound handlers; default 1",
         )
-        parser.add_argument("--batch-size", type=int, help="the most events one claim takes")
-        parser.add_argument("--poll-interval", type=float, help="seconds between looks when idle")
+        parser.add_argument(
+            "--batch-size",
+            type=int,
+            help="the most events one claim takes; default: EVENTBUS['BATCH_SIZE']",
+        )
+        parser.add_argument(
+            "--poll-interval",
+            type=float,
+            help="seconds between looks when idle; default: EVENTBUS['POLL_INTERVAL']",
+        )
         parser.add_argument("--drain", action="store_true", help="stop when nothing is ready")
         parser.add_argument("--max-events", type=int, help="stop after about this many events")
         parser.add_argument(
