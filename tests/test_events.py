@@ -601,12 +601,12 @@ def test_a_key_that_json_cannot_hold_is_refused(key):
 
 
 def test_a_payload_that_is_wrong_itself_is_called_payload():
-    with pytest.raises(InvalidPayloadError, match=r"^payload is a builtins\.set"):
+    with pytest.raises(InvalidPayloadError, match=r"^payload is a set"):
         check_payload({1})
 
 
 def test_what_is_checked_is_called_by_its_name():
-    with pytest.raises(InvalidPayloadError, match=r"^headers\.trace is a builtins\.bytes"):
+    with pytest.raises(InvalidPayloadError, match=r"^headers\.trace is a bytes"):
         check_payload({"trace": b"1"}, "headers")
 
 
