@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.django_db,
     pytest.mark.skipif(
         connection.vendor != "sqlite",
-        reason="rights are the same on every database: once is enough",
+        reason="rights are no matter of the database",
     ),
 ]
 
