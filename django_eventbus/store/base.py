@@ -12,7 +12,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
+from itertools import repeat
 from typing import Any, ClassVar
 
 from django.db import NotSupportedError
@@ -32,15 +33,16 @@ from django_eventbus.store.inserting import Inserting
 from django_eventbus.store.log import Log
 from django_eventbus.store.minutes import Minutes
 from django_eventbus.store.recovery import Recovery
-from django_eventbus.store.rows import UNCLAIMED, Clock, retried, unless_blocked
+from django_eventbus.store.rows import UNCLAIMED, Clock, parked_for, retried, unless_blocked
 from django_eventbus.store.schedules import Schedules
 from django_eventbus.store.settlements import (
     Completed,
+    Fate,
     Finished,
-    Held,
     Postponed,
     Progressed,
     Settlement,
+    Story,
 )
 from django_eventbus.store.triggers import RowTrigger
 
@@ -195,36 +197,78 @@ class Store(Inserting, Log, Gates, Recovery, Schedules, Groups, Minutes, Figures
     def settle(self, token: uuid.UUID, settlements: Iterable[Settlement]) -> None:
         """Write what became of claimed events. Raises ClaimLostError: then roll back."""
         completed: list[int] = []
+        finished: list[Finished] = []
+        postponed: list[Postponed] = []
+        progressed: list[Progressed] = []
         held: dict[float, list[int]] = {}
         for each in settlements:
             if isinstance(each, Completed):
                 completed.append(each.row_id)
-                continue
-            if isinstance(each, Held):
+            elif isinstance(each, Finished):
+                finished.append(each)
+            elif isinstance(each, Postponed):
+                postponed.append(each)
+            elif isinstance(each, Progressed):
+                progressed.append(each)
+            else:
                 held.setdefault(each.delay, []).append(each.row_id)
-                continue
-            self._write(token, each)
-            if isinstance(each, Finished):
-                if each.blocks_lane is not None:
-                    self.block_lane(each.blocks_lane, each.row_id)
-                self._move_to_log(token, [each.row_id], each)
         if completed:
             self._move_to_log(token, completed, _SMOOTHLY)
+        if finished:
+            self._finish(token, finished)
+        if postponed:
+            self._postpone(token, postponed)
+        if progressed:
+            self._tell(token, progressed)
         for delay, ids in held.items():
             self._hold(token, ids, delay)
 
-    def _write(self, token: uuid.UUID, settlement: Finished | Postponed | Progressed) -> None:
-        changes: dict[str, Any] = {
-            "deliveries": settlement.deliveries,
-            "errors": settlement.errors or None,
-        }
-        if isinstance(settlement, Postponed):
-            changes |= UNCLAIMED
-            if settlement.delay > 0:
-                # A laned event waits through its lane, which its worker is about to release.
-                changes["available_at"] = _unless_laned(self.after(settlement.delay))
-        claimed = self.queued.filter(id=settlement.row_id, claim_token=token)
-        expect(claimed.update(**changes), 1)
+    def _finish(self, token: uuid.UUID, finished: Sequence[Finished]) -> None:
+        """When something breaks, many events end alike: those go to the log together."""
+        self._tell(token, finished)
+        alike: dict[Fate, list[int]] = {}
+        for each in finished:
+            if each.blocks_lane is not None:
+                self.block_lane(each.blocks_lane, each.row_id)
+            alike.setdefault(each.fate, []).append(each.row_id)
+        for fate, ids in alike.items():
+            self._move_to_log(token, ids, fate)
+
+    def _tell(self, token: uuid.UUID, stories: Sequence[Finished | Progressed]) -> None:
+        """Into their rows, which stay ours."""
+        self._update_each(_TELL, token, stories)
+
+    def _postpone(self, token: uuid.UUID, stories: Sequence[Postponed]) -> None:
+        now = self.read_clock()
+        ready = [(self._prepared("available_at", _ready_at(each, now)),) for each in stories]
+        self._update_each(_POSTPONE, token, stories, ready)
+
+    def _update_each(
+        self,
+        statement: str,
+        token: uuid.UUID,
+        stories: Sequence[Story],
+        others: Iterable[tuple[Any, ...]] = repeat(()),
+    ) -> None:
+        """Not by the ORM: to put the same statement together for each took longer than to run it,
+        and failures come by the hundred."""
+        ours = self._prepared("claim_token", token)
+        rows = [
+            (
+                self._prepared("deliveries", each.deliveries),
+                self._prepared("errors", each.errors or None),
+                *more,
+                each.row_id,
+                ours,
+            )
+            for each, more in zip(stories, others, strict=False)
+        ]
+        with self.connection.cursor() as cursor:
+            cursor.executemany(statement, rows)
+            expect(cursor.rowcount, len(rows))
+
+    def _prepared(self, column: str, value: Any) -> Any:
+        return _FIELDS[column].get_db_prep_save(value, self.connection)
 
     def _hold(self, token: uuid.UUID, ids: Sequence[int], delay: float) -> None:
         held = self.queued.filter(id__in=ids, claim_token=token).update(
@@ -234,20 +278,14 @@ class Store(Inserting, Log, Gates, Recovery, Schedules, Groups, Minutes, Figures
         )
         expect(held, len(ids))
 
-    def _move_to_log(self, token: uuid.UUID, ids: Sequence[int], fate: Finished) -> None:
+    def _move_to_log(self, token: uuid.UUID, ids: Sequence[int], fate: Fate) -> None:
         self._copy_to_log(token, ids, fate)
         deleted, _ = self.queued.filter(id__in=ids, claim_token=token).delete()
         expect(deleted, len(ids))
 
-    def _copy_to_log(self, token: uuid.UUID, ids: Sequence[int], fate: Finished) -> None:
-        ends = {
-            "status": fate.status,
-            "dead_handler": fate.dead_handler,
-            "error_type": fate.error_type,
-            "error_fingerprint": fate.error_fingerprint,
-        }
+    def _copy_to_log(self, token: uuid.UUID, ids: Sequence[int], fate: Fate) -> None:
         mine = self.queued.filter(id__in=ids, claim_token=token)
-        constants = {name: Value(value) for name, value in ends.items()}
+        constants = {name: Value(value) for name, value in fate._asdict().items()}
         expect(self._copy(mine, EventLog, {**constants, "finished_at": self.now}), len(ids))
 
     # -- after trouble
@@ -422,7 +460,18 @@ class Store(Inserting, Log, Gates, Recovery, Schedules, Groups, Minutes, Figures
         """Until stopped, or until there is trouble."""
 
 
-_SMOOTHLY = Finished(row_id=0, deliveries=None, errors=[])
+_FIELDS = {field.name: field for field in QueuedEvent._meta.local_fields}
+
+_SMOOTHLY = Fate(LogStatus.COMPLETED)
+
+_STORY = f"UPDATE {QueuedEvent._meta.db_table} SET deliveries = %s, errors = %s"
+_OURS = " WHERE id = %s AND claim_token = %s"
+_TELL = _STORY + _OURS
+# An event of a lane waits through it: its worker is about to release the lane.
+_POSTPONE = (
+    f"{_STORY}, status = '{QueuedStatus.PENDING}', claim_token = NULL, claimed_by = NULL, "
+    f"processing_started_at = NULL, available_at = CASE WHEN lane_id IS NULL THEN %s END{_OURS}"
+)
 
 
 def _as_number(value: Any) -> Any:
@@ -431,6 +480,12 @@ def _as_number(value: Any) -> Any:
 
 def _unless_laned(moment: Any) -> Any:
     return Case(When(lane_id__isnull=True, then=moment), default=None)
+
+
+def _ready_at(postponed: Postponed, now: datetime) -> datetime | None:
+    if postponed.delay <= 0:
+        return None
+    return parked_for(postponed.delay) or now + timedelta(seconds=postponed.delay)
 
 
 def place(event: ClaimedEvent) -> tuple[int, int]:

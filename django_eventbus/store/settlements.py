@@ -33,6 +33,15 @@ class Held(NamedTuple):
     delay: float
 
 
+class Fate(NamedTuple):
+    """How an event ended, as the log's columns have it."""
+
+    status: str
+    dead_handler: str = ""
+    error_type: str = ""
+    error_fingerprint: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """The event ended, and there is a story: into the log with both."""
@@ -46,6 +55,10 @@ class Finished:
     error_fingerprint: str = ""
     #: The lane that its death holds up.
     blocks_lane: int | None = None
+
+    @property
+    def fate(self) -> Fate:
+        return Fate(self.status, self.dead_handler, self.error_type, self.error_fingerprint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,4 +80,5 @@ class Progressed:
     errors: list[dict[str, Any]]
 
 
-Settlement = Completed | Held | Finished | Postponed | Progressed
+Story = Finished | Postponed | Progressed
+Settlement = Completed | Held | Story

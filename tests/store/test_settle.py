@@ -156,3 +156,70 @@ def test_a_batch_is_settled_by_one_statement(store, worker_id):
         store.settle(claimed[0].claim.token, [Completed(event.row_id) for event in claimed])
     assert len(queries) == 1
     assert EventLog.objects.count() == 50
+
+
+ENDS = {
+    "finished": lambda row_id: Finished(
+        row_id=row_id, status="FAILED", deliveries={"h": {"n": row_id}}, errors=[ERROR]
+    ),
+    "postponed": lambda row_id: Postponed(
+        row_id=row_id, deliveries={"h": {"n": row_id}}, errors=[ERROR], delay=float(row_id)
+    ),
+    "progressed": lambda row_id: Progressed(
+        row_id=row_id, deliveries={"h": {"n": row_id}}, errors=[]
+    ),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_many_stories_are_written_by_as_many_statements_as_one(store, worker_id, end):
+    """When something breaks, they come by the hundred. Each keeps its own."""
+    publish_many(("order.placed", n) for n in range(51))
+    claimed = claim(store, worker_id)
+    token, ids = claimed[0].claim.token, [event.row_id for event in claimed]
+    with CaptureQueriesContext(connection) as for_one:
+        store.settle(token, [end(ids.pop())])
+    with CaptureQueriesContext(connection) as for_many:
+        store.settle(token, map(end, ids))
+    assert len(for_many) == len(for_one)
+    rows = {row.pk: row for model in (QueuedEvent, EventLog) for row in model.objects.all()}
+    assert {row_id: row.deliveries for row_id, row in rows.items()} == {
+        event.row_id: {"h": {"n": event.row_id}} for event in claimed
+    }
+
+
+def test_events_that_end_in_different_ways_are_told_apart(store, worker_id):
+    publish_many(("order.placed", n) for n in range(4))
+    claimed = claim(store, worker_id)
+    kinds = ["KeyError", "ValueError", "KeyError", "TypeError"]
+    ends = [
+        Finished(
+            row_id=event.row_id,
+            status="FAILED",
+            deliveries=None,
+            errors=[{**ERROR, "type": kind}],
+            dead_handler=f"h{index}",
+            error_type=kind,
+        )
+        for index, (event, kind) in enumerate(zip(claimed, kinds, strict=True))
+    ]
+    store.settle(claimed[0].claim.token, ends)
+    found = EventLog.objects.order_by("id").values_list("dead_handler", "error_type", "errors")
+    assert list(found) == [
+        (f"h{index}", kind, [{**ERROR, "type": kind}]) for index, kind in enumerate(kinds)
+    ]
+
+
+def test_events_wait_as_long_as_each_was_told(store, worker_id):
+    publish_many(("order.placed", n) for n in range(3))
+    claimed = claim(store, worker_id)
+    ends = [
+        Postponed(row_id=event.row_id, deliveries={}, errors=[], delay=delay)
+        for event, delay in zip(claimed, [0.0, 60.0, 3600.0], strict=True)
+    ]
+    before = store.read_clock()
+    store.settle(claimed[0].claim.token, ends)
+    at_once, *later = QueuedEvent.objects.order_by("id").values_list("available_at", flat=True)
+    assert at_once is None
+    for moment, delay in zip(later, [60.0, 3600.0], strict=True):
+        assert delay - 1 <= (moment - before).total_seconds() <= delay + 60
