@@ -32,7 +32,14 @@ def measure(options: argparse.Namespace) -> list[Figure]:
     return [
         *compare("no-op handler", "bench.noop", options.events, options.repeat),
         *compare("handler with one INSERT", "bench.insert", options.events // 4, options.repeat),
+        per_second("drain, every event fails and dies", rate_of_failures(options)),
     ]
+
+
+def rate_of_failures(options: argparse.Namespace) -> float:
+    count = options.events // 10
+    rates = [drained(lambda: fill(count, "bench.dies")) for _ in range(options.repeat)]
+    return statistics.median(rates)
 
 
 def compare(what: str, type_name: str, count: int, repeat: int) -> list[Figure]:

@@ -32,6 +32,11 @@ def fail(event: Any) -> None:
     raise RuntimeError("as always")
 
 
+@handler("bench.dies", retry=RetryPolicy(max_retries=0))
+def die(event: Any) -> None:
+    raise RuntimeError("for good")
+
+
 @handler("bench.insert")
 def insert(event: Any) -> None:
     Note.objects.create(event_id=event.id)

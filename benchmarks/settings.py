@@ -38,3 +38,5 @@ TEMPLATES = [
 ]
 STATIC_URL = "static/"
 ALLOWED_HOSTS = ["testserver"]
+# That every failure is told would be most of what a run prints.
+LOGGING = {"version": 1, "loggers": {"django_eventbus": {"level": "CRITICAL"}}}

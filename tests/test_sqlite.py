@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 
 import pytest
 from django.db import OperationalError, connection, connections
@@ -76,6 +77,23 @@ def test_a_handler_that_writes_holds_the_one_write_lock():
     publish("x", {})
     drain(max_events=1)
     assert "locked" in str(failures[0])
+
+
+def test_a_busy_worker_lets_others_write():
+    """SQLite keeps no line of those who wait: who takes the lock again at once has it for ever."""
+
+    @handler("x", name="h")
+    def write_and_work(event):
+        Effect.objects.create(event_id=event.id, handler="h")
+        time.sleep(0.01)
+
+    publish_many(("x", n) for n in range(300))
+    with in_thread(drain, max_events=300):
+        eventually(Effect.objects.exists)
+        for n in range(20):
+            publish("y", n)
+        assert Effect.objects.count() < 250
+    assert Effect.objects.count() == 300
 
 
 def test_a_listener_that_meets_an_error_listens_again(capture):
