@@ -49,6 +49,7 @@ def test_the_project_passes_its_own_tests():
     assert "Found 0 test(s)" not in output
 
 
+@pytest.mark.costly
 def test_the_books_balance_although_payments_break_and_the_worker_is_killed_twice():
     code, output = run("run.py", "--check", "--seconds", "5", "--kill-worker", "2")
     assert code == 0, output
@@ -80,6 +81,7 @@ def demo(tmp_path):
     process.communicate()
 
 
+@pytest.mark.costly
 def test_ctrl_c_closes_the_shop_and_leaves_nothing_behind(demo, tmp_path):
     assert "user admin, password admin" in demo.greeting
     assert "user viewer, password viewer" in demo.greeting
@@ -93,6 +95,7 @@ def test_ctrl_c_closes_the_shop_and_leaves_nothing_behind(demo, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.costly
 def test_its_processes_end_with_it_even_if_it_is_killed(demo):
     demo.kill()
     assert survivors(demo) == []

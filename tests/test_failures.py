@@ -136,6 +136,7 @@ def test_a_hostile_error_is_cleaned_and_cut(error):
     assert_storable(record(caught(error)))
 
 
+@pytest.mark.costly
 def test_an_error_of_50_megabytes_is_cut():
     """F44."""
     assert_storable(record(caught(ValueError("x" * 50_000_000))))

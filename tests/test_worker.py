@@ -242,6 +242,7 @@ def test_forgotten_claims_are_sought_only_after_a_new_connection(make_loop, monk
     assert len(looks) == 2
 
 
+@pytest.mark.costly
 def test_m22_the_memory_of_a_worker_does_not_grow_with_what_it_has_done(transactional_db):
     """By Python's own books: what is left after a batch, in the second third and in the last."""
     events, done, left = 1500, itertools.count(), []

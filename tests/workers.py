@@ -17,6 +17,8 @@ PATIENCE = 60
 #: For workers none of whom shall be taken for dead because the machine is busy.
 PATIENT = {"ABANDON_AFTER": 600.0}
 LONG_AGO = "2000-01-01T00:00:00Z"
+#: Where it is no matter whether there is a supervisor: half as much to start.
+IN_ONE_PROCESS = ("--processes", "0")
 
 
 def eventually(condition, message="it never happened", *, patience=PATIENCE):

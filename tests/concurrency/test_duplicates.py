@@ -14,7 +14,7 @@ from tests.bus import drain
 from tests.concurrency.test_limits import in_threads
 from tests.publishers import Publishers
 from tests.shop.models import Effect
-from tests.workers import eventually
+from tests.workers import IN_ONE_PROCESS, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -107,7 +107,7 @@ def test_two_workers_with_one_key_have_one_effect(start_worker):
     for number in range(30):
         publish("process.once", number)
         publish("process.once", number)
-    workers = [start_worker("--batch-size", "7") for _ in range(2)]
+    workers = [start_worker(*IN_ONE_PROCESS, "--batch-size", "7") for _ in range(2)]
 
     def logs():
         return [worker.log for worker in workers]

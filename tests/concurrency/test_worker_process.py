@@ -13,7 +13,7 @@ from django_eventbus.publishing import publish, publish_many
 from tests import databases
 from tests.faults import failpoints
 from tests.shop.models import Effect
-from tests.workers import PATIENT, abandon, eventually
+from tests.workers import IN_ONE_PROCESS, PATIENT, abandon, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -203,7 +203,7 @@ def test_the_late_commit_of_a_zombie_is_refused(start_worker, files, tmp_path, t
     os.kill(child.pid, signal.SIGSTOP)
     abandon()
     touch(files["go_on"])
-    other = start_worker(eventbus=settings)
+    other = start_worker(*IN_ONE_PROCESS, eventbus=settings)
     eventually(lambda: EventLog.objects.count() == threads, lambda: other.log)
     assert not (tmp_path / "finished").exists()
     os.kill(child.pid, signal.SIGCONT)
@@ -224,7 +224,7 @@ def test_a_worker_that_was_stopped_for_too_long_commits_nothing(start_worker, fi
     eventually(has_started(files), lambda: zombie.log)
     zombie.signal_all(signal.SIGSTOP)
     touch(files["go_on"])
-    other = start_worker(eventbus={"ABANDON_AFTER": 1.0})
+    other = start_worker(*IN_ONE_PROCESS, eventbus={"ABANDON_AFTER": 1.0})
     eventually(lambda: EventLog.objects.count() == 1, lambda: other.log)
     zombie.signal_all(signal.SIGCONT)
     zombie.signal(signal.SIGTERM)
@@ -240,7 +240,7 @@ def test_a_zombie_outside_of_transactions_settles_nothing(start_worker, files):
     eventually(has_started(files), lambda: zombie.log)
     zombie.signal_all(signal.SIGSTOP)
     touch(files["go_on"])
-    other = start_worker(eventbus={"ABANDON_AFTER": 1.0})
+    other = start_worker(*IN_ONE_PROCESS, eventbus={"ABANDON_AFTER": 1.0})
     eventually(lambda: EventLog.objects.count() == 1, lambda: other.log)
     settled_by = EventLog.objects.get().claimed_by
     zombie.signal_all(signal.SIGCONT)

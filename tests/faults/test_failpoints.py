@@ -9,7 +9,7 @@ from django_eventbus.publishing import publish, publish_many
 from tests.faults import failpoints, invariants
 from tests.publishers import Publishers
 from tests.shop.models import Effect
-from tests.workers import PATIENT, abandon, eventually
+from tests.workers import IN_ONE_PROCESS, PATIENT, abandon, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -37,7 +37,7 @@ def test_a_worker_that_dies_at(start_worker, tmp_path, place):
         dying.wait()
         abandon()
     for _ in range(2):
-        start_worker(eventbus=PATIENT)
+        start_worker(*IN_ONE_PROCESS, eventbus=PATIENT)
     eventually(drained, lambda: dying.log)
     invariants.check()
     invariants.check_order_of_effects()

@@ -12,7 +12,7 @@ from django_eventbus.models import EventLog, EventSchedule, QueuedEvent
 from django_eventbus.schedules import Scheduler
 from django_eventbus.store import store_for
 from tests.faults import failpoints, invariants
-from tests.workers import eventually
+from tests.workers import IN_ONE_PROCESS, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -62,7 +62,7 @@ def stop(*workers):
 
 def test_three_workers_fire_every_tick_once(start_worker):
     every_second()
-    workers = [start_worker() for _ in range(3)]
+    workers = [start_worker(*IN_ONE_PROCESS) for _ in range(3)]
     eventually(lambda: len(ticks_fired()) >= 4, lambda: workers[0].log)
     stop(*workers)
     assert_every_tick_fired_once(ticks_fired())
@@ -76,7 +76,7 @@ def test_a_worker_that_dies_around_a_tick_neither_loses_nor_repeats_it(
     due_tick()
     died = tmp_path / "died"
     plan = {place.replace(".", "__"): {"do": "kill", "once": str(died)}}
-    workers = [start_worker(env=failpoints.environment(**plan)) for _ in range(3)]
+    workers = [start_worker(*IN_ONE_PROCESS, env=failpoints.environment(**plan)) for _ in range(3)]
     eventually(died.exists, lambda: workers[0].log)
     eventually(EventLog.objects.exists, lambda: workers[0].log)
     stop(*workers)
@@ -90,7 +90,7 @@ def test_workers_that_die_all_the_time_fire_every_tick_once(start_worker):
         start_worker(env=failpoints.environment(**{place: {"do": "kill", "nth": 2}}))
         for place in ("schedule__published", "schedule__committed")
     ]
-    steady = start_worker()
+    steady = start_worker(*IN_ONE_PROCESS)
     eventually(lambda: len(ticks_fired()) >= 5, lambda: steady.log)
     stop(steady, *dying)
     assert_every_tick_fired_once(ticks_fired())
@@ -105,7 +105,7 @@ def test_a_worker_stopped_across_the_tick_fires_nothing_when_it_wakes(start_work
     zombie = start_worker(env=failpoints.environment(schedule__due=pause))
     eventually(seen.exists, lambda: zombie.log)
     zombie.signal_all(signal.SIGSTOP)
-    other = start_worker()
+    other = start_worker(*IN_ONE_PROCESS)
     eventually(EventLog.objects.exists, lambda: other.log)
     until.touch()
     zombie.signal_all(signal.SIGCONT)
@@ -139,7 +139,12 @@ def test_an_idle_worker_wakes_for_the_tick(start_worker, settings):
     every_second()
     EventSchedule.objects.update(queue="other")
     worker = start_worker(
-        "--queues", "default", "--poll-interval", "3600", eventbus=settings.EVENTBUS
+        *IN_ONE_PROCESS,
+        "--queues",
+        "default",
+        "--poll-interval",
+        "3600",
+        eventbus=settings.EVENTBUS,
     )
     eventually(lambda: len(ticks_fired()) >= 3, lambda: worker.log)
     stop(worker)

@@ -12,7 +12,7 @@ from django_eventbus.store import store_for
 from tests.faults import failpoints, invariants
 from tests.faults.journal import HANDLERS, HandlerJournal
 from tests.shop.models import Effect
-from tests.workers import PATIENT, abandon, eventually
+from tests.workers import IN_ONE_PROCESS, PATIENT, abandon, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -65,7 +65,7 @@ def test_a_worker_that_dies_while_it_gives_back_has_lost_nothing(start_worker, t
     worker.wait()
     assert (tmp_path / "killed").exists(), worker.log
     assert set(QueuedEvent.objects.values_list("status", "attempts")) == {("PENDING", 0)}
-    other = start_worker("--drain", eventbus=PATIENT)
+    other = start_worker(*IN_ONE_PROCESS, "--drain", eventbus=PATIENT)
     assert other.wait() == 0, other.log
     invariants.check()
     assert Effect.objects.count() == EventLog.objects.count() == 10
@@ -83,7 +83,7 @@ def test_a_whole_worker_that_dies_at(start_worker, tmp_path, pause, place):
     dying.signal_all(signal.SIGKILL)
     dying.wait()
     abandon()
-    other = start_worker(eventbus=PATIENT)
+    other = start_worker(*IN_ONE_PROCESS, eventbus=PATIENT)
     eventually(lambda: not QueuedEvent.objects.exists(), lambda: other.log)
     invariants.check()
     assert EventLog.objects.filter(status="COMPLETED").count() == Effect.objects.count() == 20
@@ -131,7 +131,9 @@ def test_a_zombie_that_wakes_while_the_new_attempt_runs_cannot_touch_it(
     zombie, _ = zombies_first_run(start_worker, tmp_path, pause)
     second = {**pause.fault, "once": str(tmp_path / "twice"), "seen": str(tmp_path / "running")}
     second["until"] = str(tmp_path / "finish")
-    other = start_worker(env=failpoints.environment(handler__after=second), eventbus=PATIENT)
+    other = start_worker(
+        *IN_ONE_PROCESS, env=failpoints.environment(handler__after=second), eventbus=PATIENT
+    )
     eventually((tmp_path / "running").exists, lambda: other.log)
     claim = QueuedEvent.objects.get().claim_token
     zombie.signal_all(signal.SIGCONT)

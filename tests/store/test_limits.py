@@ -34,9 +34,9 @@ def test_counting_stops_where_it_is_told(store):
 
 
 def test_a_count_reads_no_more_than_it_counts(store):
-    publish_many(("other", n) for n in range(3000))
-    publish_many(("tick", n) for n in range(3000))
-    publish_many(("other", n) for n in range(3000))
+    publish_many(("other", n) for n in range(1000))
+    publish_many(("tick", n) for n in range(1000))
+    publish_many(("other", n) for n in range(1000))
     few = rows_read(lambda: store.counted("type:tick", at_most=10))
     more = rows_read(lambda: store.counted("type:tick", at_most=20))
     assert few < more < 3 * few

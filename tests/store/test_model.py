@@ -600,12 +600,14 @@ def run_new_ones():
 
 
 @pytest.mark.django_db
+@pytest.mark.costly
 def test_whatever_happens_the_store_does_what_the_model_says():
     """The same sequences in each run: a change that breaks one breaks it every time."""
     run(12, 40, derandomize=True)
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.costly
 def test_the_same_where_every_verb_commits():
     """Some databases claim in other statements when no transaction is open around them."""
     run(5, 40, derandomize=True)

@@ -13,7 +13,7 @@ from tests.store.rows_read import rows_read
 
 pytestmark = pytest.mark.django_db
 
-MANY = 5000
+MANY = 2000
 
 
 @pytest.fixture
