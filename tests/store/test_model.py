@@ -594,7 +594,7 @@ def run_new_ones():
     """In rounds, because no test may take two minutes. EVENTBUS_FAULT_SEED repeats one."""
     hypothesis.seed(seeded().randrange(2**32))(Bus)
     try:
-        run(40, 60)
+        run(20, 60)
     finally:
         del Bus._hypothesis_internal_use_seed
 
