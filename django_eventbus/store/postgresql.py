@@ -220,16 +220,18 @@ WITH gone AS (
 INSERT INTO {LOG} (id, {_MOVED}, status, finished_at, dead_handler, error_type, error_fingerprint)
 SELECT id, {_MOVED}, %s, COALESCE(%s::timestamptz, clock_timestamp()), %s, %s, %s FROM gone"""
 
-# Who has which story is told by an object, for the reason given at _ROUTE. What is missing in it
-# is NULL.
-_TELL = f"""
+# Who has which story is told by an object, for the reason given at _ROUTE; what is missing in it is
+# NULL. (OFFSET 0: else each place that names the object would have a copy of it.)
+_STORY = f"""
 UPDATE {QUEUE} SET deliveries = told -> id::text -> 'deliveries',
     errors = told -> id::text -> 'errors'{{changes}}
-FROM (SELECT %(stories)s::jsonb AS told) AS given
+FROM (SELECT %(stories)s::jsonb AS told OFFSET 0) AS given
 WHERE id = ANY (ARRAY(SELECT unnest(%(ids)s::bigint[]))) AND claim_token = %(token)s"""
 
+_TELL = _STORY.format(changes="")
+
 # An event of a lane waits through it: its worker is about to release the lane.
-_POSTPONE = _TELL.format(
+_POSTPONE = _STORY.format(
     changes=f""",
     status = 'PENDING', claim_token = NULL, claimed_by = NULL, processing_started_at = NULL,
     available_at = CASE WHEN lane_id IS NULL THEN COALESCE(
@@ -496,7 +498,7 @@ class PostgreSQLStore(Store):
 
     def _tell(self, token: uuid.UUID, stories: Sequence[Finished | Progressed]) -> None:
         told = {each.row_id: _story(each) for each in stories}
-        self._update_told(_TELL.format(changes=""), token, told)
+        self._update_told(_TELL, token, told)
 
     def _postpone(self, token: uuid.UUID, stories: Sequence[Postponed]) -> None:
         told = {}

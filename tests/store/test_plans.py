@@ -195,18 +195,33 @@ def test_the_queue_table_is_never_truncated_under_its_readers():
     assert "vacuum_truncate=off" in options
 
 
-@pytest.mark.parametrize(
+whatever_analyze_saw = pytest.mark.parametrize(
     "wrong_statistics",
     ["never analyzed", "analyzed when empty", "analyzed when nothing was pending"],
     indirect=True,
 )
-def test_a_settlement_finds_its_events_by_primary_key(wrong_statistics):
+
+
+def assert_found_by_primary_key(sql, params):
     """In the handlers' transaction the planner is left alone: the statement must be safe itself."""
-    ids = "{" + ",".join(map(str, range(1, 501))) + "}"
-    fate = (ids, uuid.uuid4(), "COMPLETED", None, "", "", "")
-    explained = "\n".join(row[0] for row in run(f"EXPLAIN {postgresql._SETTLE}", fate))
+    explained = "\n".join(row[0] for row in run(f"EXPLAIN {sql}", params))
     assert f"Seq Scan on {QUEUE}" not in explained, explained
     assert f"{QUEUE}_pkey" in explained
+
+
+@whatever_analyze_saw
+def test_a_settlement_finds_its_events_by_primary_key(wrong_statistics):
+    ids = "{" + ",".join(map(str, range(1, 501))) + "}"
+    assert_found_by_primary_key(
+        postgresql._SETTLE, (ids, uuid.uuid4(), "COMPLETED", None, "", "", "")
+    )
+
+
+@whatever_analyze_saw
+@pytest.mark.parametrize("sql", [postgresql._TELL, postgresql._POSTPONE], ids=["told", "postponed"])
+def test_stories_find_their_events_by_primary_key(wrong_statistics, sql):
+    told = {"ids": list(range(1, 501)), "stories": "{}", "token": uuid.uuid4(), "now": None}
+    assert_found_by_primary_key(sql, told)
 
 
 @pytest.mark.django_db(transaction=True)
