@@ -464,14 +464,13 @@ _FIELDS = {field.name: field for field in QueuedEvent._meta.local_fields}
 
 _SMOOTHLY = Fate(LogStatus.COMPLETED)
 
-_STORY = f"UPDATE {QueuedEvent._meta.db_table} SET deliveries = %s, errors = %s"
+_QUEUE = QueuedEvent._meta.db_table
+_STORY = f"UPDATE {_QUEUE} SET deliveries = %s, errors = %s"
 _OURS = " WHERE id = %s AND claim_token = %s"
 _TELL = _STORY + _OURS
 # An event of a lane waits through it: its worker is about to release the lane.
-_POSTPONE = (
-    f"{_STORY}, status = '{QueuedStatus.PENDING}', claim_token = NULL, claimed_by = NULL, "
-    f"processing_started_at = NULL, available_at = CASE WHEN lane_id IS NULL THEN %s END{_OURS}"
-)
+_POSTPONE = f"""{_STORY}, status = 'PENDING', claim_token = NULL, claimed_by = NULL,
+    processing_started_at = NULL, available_at = CASE WHEN lane_id IS NULL THEN %s END{_OURS}"""
 
 
 def _as_number(value: Any) -> Any:

@@ -231,13 +231,13 @@ WHERE id = ANY (ARRAY(SELECT unnest(%(ids)s::bigint[]))) AND claim_token = %(tok
 _TELL = _STORY.format(changes="")
 
 # An event of a lane waits through it: its worker is about to release the lane.
-_POSTPONE = _STORY.format(
-    changes=f""",
+_WAITS_AGAIN = f""",
     status = 'PENDING', claim_token = NULL, claimed_by = NULL, processing_started_at = NULL,
     available_at = CASE WHEN lane_id IS NULL THEN COALESCE(
         (told -> id::text ->> 'parked')::timestamptz,
         {_NOW} + (told -> id::text ->> 'wait')::float8 * interval '1 second') END"""
-)
+
+_POSTPONE = _STORY.format(changes=_WAITS_AGAIN)
 
 _TURN = "SELECT pg_advisory_xact_lock(hashtext('django_eventbus.key'), hashtext(%(name)s))"
 
