@@ -19,6 +19,10 @@ PATIENT = {"ABANDON_AFTER": 600.0}
 LONG_AGO = "2000-01-01T00:00:00Z"
 #: Where it is no matter whether there is a supervisor: half as much to start.
 IN_ONE_PROCESS = ("--processes", "0")
+#: For tests of what the supervisor does about its children.
+on_one_database = pytest.mark.skipif(
+    connection.vendor != "postgresql", reason="processes and signals are no matter of the database"
+)
 
 
 def eventually(condition, message="it never happened", *, patience=PATIENCE):

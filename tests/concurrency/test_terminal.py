@@ -13,7 +13,7 @@ from django.db import connection
 from django_eventbus.models import EventLog
 from django_eventbus.publishing import publish, publish_many
 from tests.shop.models import Effect
-from tests.workers import eventually
+from tests.workers import eventually, on_one_database
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -47,6 +47,7 @@ def test_a_terminal_gets_a_live_status_line(tmp_path):
         os.close(leader)
 
 
+@on_one_database
 def test_a_pipe_gets_plain_lines(start_worker):
     publish_many(("process.effect", n) for n in range(5))
     worker = start_worker("--drain")
@@ -55,6 +56,7 @@ def test_a_pipe_gets_plain_lines(start_worker):
     assert "5 events handled, 0 failed attempts, 0 dead letters." in worker.log
 
 
+@on_one_database
 def test_under_debug_a_saved_file_restarts_the_worker(start_worker, tmp_path):
     module = tmp_path / "watched.py"
     module.write_text("x = 1\n")

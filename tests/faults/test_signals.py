@@ -12,7 +12,7 @@ from django_eventbus.store import store_for
 from tests.faults import failpoints, invariants
 from tests.faults.journal import HANDLERS, HandlerJournal
 from tests.shop.models import Effect
-from tests.workers import IN_ONE_PROCESS, PATIENT, abandon, eventually
+from tests.workers import IN_ONE_PROCESS, PATIENT, abandon, eventually, on_one_database
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -150,6 +150,7 @@ def test_a_zombie_that_wakes_while_the_new_attempt_runs_cannot_touch_it(
     assert Effect.objects.count() == 1
 
 
+@on_one_database
 @pytest.mark.parametrize("death", ["abort", "segfault", "out_of_memory"])
 def test_a_handler_that_kills_its_process_is_the_only_one_charged(start_worker, death):
     """F11: whatever it dies of, it ends as crashed, and its neighbours are handled."""
