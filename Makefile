@@ -66,7 +66,7 @@ messages: $(TEST_READY) ## collect the texts to be translated, and compile what 
 	cd django_eventbus && ../$(PYTHON) -m django compilemessages
 
 # In full, which takes hours. Bounded, as .ci/run does it for every change:
-# make faults KILLS=10 EVENTS=2000 ROWS=200000 SOAK=300 ROUNDS=1
+# make faults KILLS=10 EVENTS=2000 CRASHES=5 ROWS=100000 SOAK=300 ROUNDS=1
 KILLS ?= 100
 EVENTS ?= 20000
 CRASHES ?= 10

@@ -5,6 +5,7 @@ Imports nothing of Django at the top: the function is looked up before ``django.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -17,12 +18,18 @@ WORN_OUT = 4
 
 
 def main(options: dict[str, Any], worker_id: uuid.UUID, memory: Any, lifeline: Any) -> None:
+    # What a project imports stays for good. To look through it for garbage would take a tenth of
+    # the start and, later, a pause in the middle of a handler.
+    gc.disable()
     import django
 
     django.setup()
 
     from django_eventbus.deadlines import Board
     from django_eventbus.worker import Worker, WorkerOptions, end_of_process, leave_pools
+
+    gc.freeze()
+    gc.enable()
 
     leave_pools()
     worker = Worker(WorkerOptions(**options), worker_id, Board(memory))

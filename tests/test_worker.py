@@ -245,11 +245,11 @@ def test_forgotten_claims_are_sought_only_after_a_new_connection(make_loop, monk
 @pytest.mark.costly
 def test_m22_the_memory_of_a_worker_does_not_grow_with_what_it_has_done(transactional_db):
     """By Python's own books: what is left after a batch, in the second third and in the last."""
-    events, done, left = 1500, itertools.count(), []
+    events, done, left = 900, itertools.count(), []
 
     @handler("x", name="h")
     def look_now_and_then(event):
-        if next(done) % 50 == 0:
+        if next(done) % 30 == 0:
             gc.collect()
             left.append(tracemalloc.get_traced_memory()[0])
 
@@ -260,7 +260,7 @@ def test_m22_the_memory_of_a_worker_does_not_grow_with_what_it_has_done(transact
     publish_many((("x", {"n": n, "text": "x" * 500}) for n in range(events)), key=key)
     tracemalloc.start()
     try:
-        drain(batch_size=50)
+        drain(batch_size=30)
     finally:
         tracemalloc.stop()
     third = len(left) // 3

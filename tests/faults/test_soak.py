@@ -98,12 +98,15 @@ def test_soak(cluster, in_the_end, tmp_path, seed, figures):
         )
         for n, name in enumerate("ab")
     ]
-    fleet = Fleet(lambda *options: cluster.start_worker(*options, env=env), rng, WORKERS)
+    as_usual = {"POLL_INTERVAL": 1.0}
+    fleet = Fleet(
+        lambda *options: cluster.start_worker(*options, eventbus=as_usual, env=env), rng, WORKERS
+    )
     nemesis = Nemesis(cluster, fleet, rng)
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
         sizes.look(fleet.workers)
-        time.sleep(rng.uniform(0.2, 1.5))
+        time.sleep(rng.uniform(0.5, 3.0))
         nemesis.strike()
     connection.close()
     for each in producers:
