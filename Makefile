@@ -66,7 +66,7 @@ messages: $(TEST_READY) ## collect the texts to be translated, and compile what 
 	cd django_eventbus && ../$(PYTHON) -m django compilemessages
 
 # In full, which takes hours. Bounded, as .ci/run does it for every change:
-# make faults KILLS=10 EVENTS=2000 CRASHES=5 ROWS=100000 SOAK=300 ROUNDS=1
+# make faults KILLS=10 EVENTS=2000 CRASHES=5 ROWS=100000 SOAK=300 ROUNDS=0
 KILLS ?= 100
 EVENTS ?= 20000
 CRASHES ?= 10
@@ -90,6 +90,7 @@ faults: $(TEST_READY) ## the long faults: kills, crashes, failovers, a soak
 
 # The first thing a visitor tries: it installs no more than it needs.
 DB ?= sqlite
+DEMOS_READY := $(VENV)/.demo-sqlite-ready $(VENV)/.demo-postgres-ready
 DEMO_READY = $(if $(filter sqlite postgres,$(DB)),$(VENV)/.demo-$(DB)-ready,$(error DB is sqlite or postgres, not $(DB)))
 DEMO = $(PYTHON) example_project/run.py --database $(DB) $(ARGS)
 
@@ -112,7 +113,9 @@ docs: $(DOCS_READY) ## build the documentation; a warning is an error
 bench: $(TEST_READY) ## print throughput and latency of this machine
 	$(PYTHON) -m benchmarks
 
-dev: $(TEST_READY) $(DEV_READY) $(DOCS_READY) ## install everything a contributor needs into .venv
+dev: $(PYTHON) ## install everything a contributor needs into .venv
+	$(PIP_INSTALL) -e ".[browser,dev,docs,test]"
+	@touch $(TEST_READY) $(BROWSER_READY) $(DEV_READY) $(DOCS_READY) $(DEMOS_READY)
 
 clean: ## remove everything the other targets made
 	rm -rf $(VENV) .tox .mypy_cache .pytest_cache .ruff_cache .hypothesis dist docs/_build

@@ -341,6 +341,7 @@ def test_a_look_costs_eight_statements_whatever_there_is(worker, now):
 
 
 @pytest.mark.skipif(connection.vendor != "postgresql", reason="reads PostgreSQL's plans")
+@pytest.mark.costly
 def test_no_count_reads_a_table_from_its_start(store):
     """Also where the statistics are those of tiny tables. What is small stays out of it."""
     make_tables_as_new()

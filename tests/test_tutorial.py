@@ -176,6 +176,7 @@ def reader(tmp_path):
         yield Reader(tmp_path, stack)
 
 
+@pytest.mark.costly
 def test_the_tutorial(reader):
     reader.follow_until(["python manage.py runserver"])
     browser = reader.browser

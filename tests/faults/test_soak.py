@@ -94,7 +94,7 @@ def test_soak(cluster, in_the_end, tmp_path, seed, figures):
     env = {HANDLERS: str(journal.path)}
     producers = [
         cluster.start_producer(
-            "--seed", f"{seed + n}", "--keys", "25", "--name", name, "--pause", "0.03"
+            "--seed", f"{seed + n}", "--keys", "25", "--name", name, "--pause", "0.1"
         )
         for n, name in enumerate("ab")
     ]

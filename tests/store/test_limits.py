@@ -33,6 +33,7 @@ def test_counting_stops_where_it_is_told(store):
     assert store.counted("type:other", at_most=100) == 0
 
 
+@pytest.mark.costly
 def test_a_count_reads_no_more_than_it_counts(store):
     publish_many(("other", n) for n in range(1000))
     publish_many(("tick", n) for n in range(1000))

@@ -46,6 +46,7 @@ def claim_reads(store, worker_id, limit):
 
 
 @pytest.mark.parametrize("key", [None, "k"], ids=["without a key", "with a key"])
+@pytest.mark.costly
 def test_delayed_events_cost_a_claim_nothing(project, key):
     """However many: not one of them is read."""
     store, worker_id = project()
@@ -58,6 +59,7 @@ def test_delayed_events_cost_a_claim_nothing(project, key):
     assert claim_reads(store, worker_id, 50) <= alone * 1.5 + 50
 
 
+@pytest.mark.costly
 def test_delayed_events_cost_an_idle_worker_nothing(project):
     """promote and next_due read the first of them, not all."""
     store, _ = project()
