@@ -19,8 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .SECONDEXPANSION:
 .NOTPARALLEL:
-.PHONY: help test test-sqlite test-postgresql test-mariadb test-browser screenshots
-.PHONY: faults faults-postgresql faults-sqlite faults-mariadb demo demo-check
+.PHONY: help test test-sqlite test-postgresql test-mariadb test-browser screenshots faults demo demo-check
 .PHONY: lint types docs messages bench dev clean
 
 help: ## list the targets
@@ -80,15 +79,9 @@ FAULTS = EVENTBUS_FAULT_KILLS=$(KILLS) EVENTBUS_FAULT_EVENTS=$(EVENTS) \
 # They wait even more, for leases and timeouts.
 LONG_FAULTS = $(FAULTS) $(PYTEST) --numprocesses 4 -m long -o faulthandler_timeout=3600
 
-faults: faults-postgresql faults-sqlite faults-mariadb ## the long faults: kills, crashes, failovers, a soak
-
-faults-postgresql: $(TEST_READY)
+faults: $(TEST_READY) ## the long faults: kills, crashes, failovers, a soak
 	EVENTBUS_TEST_DB=postgresql $(LONG_FAULTS) tests/faults tests/store/test_model.py
-
-faults-sqlite: $(TEST_READY)
 	EVENTBUS_TEST_DB=sqlite $(LONG_FAULTS) tests/faults/test_kills.py
-
-faults-mariadb: $(TEST_READY)
 	@if ! $(PYTHON) -c 'import MySQLdb' 2>/dev/null; then \
 		echo "skipped: the faults of MariaDB, its driver is not installed (make test-mariadb does it)"; \
 	else \
