@@ -132,9 +132,8 @@ def test_a_settlement_that_waits_too_long_for_a_lock_is_no_handlers_failure(
 ):
     """1205: the group is undone as a whole, and its events are run again one by one."""
     session_setting("innodb_lock_wait_timeout = 1")
-    monkeypatch.setattr(
-        delivery, "GROUP_SECONDS", float("inf")
-    )  # one group, however slow the machine
+    # One group, however slow the machine is.
+    monkeypatch.setattr(delivery, "GROUP_SECONDS", float("inf"))
     calls = []
 
     @handler("x", name="h")
