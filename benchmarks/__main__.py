@@ -70,7 +70,12 @@ def compared_on(name: str, options: argparse.Namespace) -> dict[str, Any]:
             then.append(measured_on(name, once, older))
             now.append(report := measured_on(name, once))
     figures = []
-    for before, after in zip(medians(then), medians(now), strict=True):
+    known = {figure["name"]: figure for figure in medians(then)}
+    for after in medians(now):
+        before = known.get(after["name"])
+        if before is None:  # not measured then
+            figures.append(after)
+            continue
         figures += [
             {**before, "name": f"{before['name']}, {options.against}"},
             {**after, "name": f"{after['name']}, now"},
