@@ -1,4 +1,5 @@
-"""How fast is it here? ``python -m benchmarks`` prints figures of this machine.
+"""``python -m benchmarks`` measures the speed on this machine.
 
-Figures of different machines do not compare; ratios of one run do. Nothing here is a test.
+Results of different machines cannot be compared, but ratios within one run can. The benchmarks are
+not tests.
 """

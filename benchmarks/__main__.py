@@ -1,4 +1,4 @@
-"""The command line: for each database, a scratch database and a process that measures on it."""
+"""The command line. It creates a temporary database and starts a measuring process for each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.databases import DATABASES, scratch
 from benchmarks.report import print_table
 from benchmarks.run import GROUPS
 
-TAKE_LONG = ("head", "pending", "pages")
+TAKE_LONG = ("head", "pending", "pages", "celery")
 USUALLY = [group for group in GROUPS if group not in TAKE_LONG]
 
 
@@ -39,14 +39,18 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
     parser.add_argument("--database", choices=(*DATABASES, "all"), default="all")
-    parser.add_argument("--events", type=int, default=20_000, help="how many to drain or publish")
-    parser.add_argument("--repeat", type=int, default=3, help="the median of how many drains")
+    parser.add_argument(
+        "--events", type=int, default=20_000, help="number of events to drain or publish"
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="number of runs; the result is the median"
+    )
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
         default=USUALLY,
-        help=f"comma-separated, of {', '.join(GROUPS)};"
-        f" default: all but {', '.join(TAKE_LONG)}, which take long",
+        help=f"comma-separated list of {', '.join(GROUPS)};"
+        f" default: all except {', '.join(TAKE_LONG)}, which take long",
     )
     parser.add_argument(
         "--against",
@@ -62,7 +66,7 @@ def parse() -> argparse.Namespace:
 
 
 def compared_on(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Then and now in turns, so that whatever else the machine does happens to both."""
+    """Measure both versions in turns, so that other load on the machine affects both."""
     once = argparse.Namespace(**{**vars(options), "repeat": 1})
     then, now = [], []
     with checkout_of(options.against) as older:
@@ -73,13 +77,17 @@ def compared_on(name: str, options: argparse.Namespace) -> dict[str, Any]:
     known = {figure["name"]: figure for figure in medians(then)}
     for after in medians(now):
         before = known.get(after["name"])
-        if before is None:  # not measured then
+        if before is None:  # The older revision does not have this measurement.
             figures.append(after)
             continue
         figures += [
             {**before, "name": f"{before['name']}, {options.against}"},
             {**after, "name": f"{after['name']}, now"},
-            {"name": "now against then", "value": after["value"] / before["value"], "unit": "x"},
+            {
+                "name": "now divided by before",
+                "value": after["value"] / before["value"],
+                "unit": "x",
+            },
         ]
     return {**report, "figures": figures}
 
@@ -105,7 +113,7 @@ def checkout_of(revision: str) -> Iterator[Path]:
 
 
 def measured_on(name: str, options: argparse.Namespace, tree: Path | None = None) -> dict[str, Any]:
-    """In a process of its own: Django has one set of settings, Python one package of a name."""
+    """Measure in another process: a process has one set of settings and one package."""
     with scratch(name) as environment:
         command = [
             *(sys.executable, "-m", "benchmarks.run"),

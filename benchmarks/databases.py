@@ -1,7 +1,8 @@
-"""A scratch database for one run, and how the processes of the run find it.
+"""A temporary database for one run, and its environment variables.
 
-PostgreSQL is the server of EVENTBUS_BENCH_POSTGRES_URL, else one that is brought along, as for the
-tests; that one does not sync to disk, so only the former says something about commits.
+PostgreSQL is the server of EVENTBUS_BENCH_POSTGRES_URL. Without this variable the benchmarks start
+the same embedded server as the tests. The embedded server does not sync commits to disk, so set the
+variable to measure commits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DATABASES = ("sqlite", "postgresql")
 
 @contextmanager
 def scratch(name: str) -> Iterator[dict[str, str]]:
-    """Environment variables that lead to a new database, which is gone afterwards."""
+    """Create a temporary database, and return the environment variables that name it."""
     with sqlite_file() if name == "sqlite" else postgresql_database() as environment:
         yield {
             **environment,
@@ -53,7 +54,7 @@ def postgresql_database() -> Iterator[dict[str, str]]:
 
 
 def chosen_database() -> dict[str, Any]:
-    """For the settings: the database this process was told to use."""
+    """Return the database of this process for the settings."""
     name = os.environ["EVENTBUS_BENCH_DB_NAME"]
     if os.environ["EVENTBUS_BENCH_DB"] == "sqlite":
         return {

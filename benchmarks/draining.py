@@ -1,7 +1,7 @@
-"""How fast one worker process empties a queue.
+"""The speed at which one worker process empties a queue.
 
-The log tells: from the first claim to the last settle by the database's clock, so the start of
-Python and Django does not count, and that the log is kept does.
+The duration is read from the log: from the first claim to the last settlement, by the database's
+clock. So the start of Python and Django does not count, but the writes to the log do.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def rate_of_failures(options: argparse.Namespace) -> float:
 
 
 def compare(what: str, type_name: str, count: int, repeat: int) -> list[Figure]:
-    """Group commit and a transaction per event in turns, so that their ratio means something."""
-    fewer = max(count // 10, 500)  # as many, one by one, would take too long
+    """Measure group commit and a transaction per event in turns, so that they can be compared."""
+    fewer = max(count // 10, 500)  # One transaction per event would take too long for all events.
     together, alone = [], []
     for _ in range(repeat):
         together.append(drained(lambda: fill(count, type_name)))
@@ -68,7 +68,7 @@ def measure_keys(options: argparse.Namespace) -> list[Figure]:
 
 
 def measure_failing_head(options: argparse.Namespace) -> list[Figure]:
-    """Other traffic while one key has many events behind one that fails again and again."""
+    """Measure other events while one key has many events that wait behind a failing event."""
     count = options.events
     fills: dict[str, Callable[[], None]] = {
         "without keys": lambda: fill(count, "bench.noop"),
@@ -84,13 +84,13 @@ def measure_failing_head(options: argparse.Namespace) -> list[Figure]:
         figures += [
             per_second(f"events {what}", rate),
             per_second(f"events {what}, {BLOCKED:,} behind a failing head", rate_beside),
-            ratio(f"a failing head beside events {what}", rate_beside / rate),
+            ratio(f"events {what}, rate with a failing head", rate_beside / rate),
         ]
     return figures
 
 
 def measure_pending(options: argparse.Namespace) -> list[Figure]:
-    """The same number of events from the head of a short and of a very long queue."""
+    """Drain the same number of events from a short and from a very long queue."""
     limit = ("--max-events", str(FEW_PENDING))
     few, many = [], []
     for _ in range(options.repeat):
@@ -100,7 +100,7 @@ def measure_pending(options: argparse.Namespace) -> list[Figure]:
     return [
         per_second(f"drain, {FEW_PENDING:,} pending", rate_of_few),
         per_second(f"drain, {MANY_PENDING:,} pending", rate_of_many),
-        ratio("many pending against few, time", rate_of_few / rate_of_many),
+        ratio("time with many pending events", rate_of_few / rate_of_many),
     ]
 
 
@@ -115,7 +115,7 @@ def drained(
 
 
 def handled(count: int, fill_queue: Callable[[], None]) -> float:
-    """Of ``count`` events that succeed, beside others that never will."""
+    """Measure ``count`` events that succeed, while other events keep failing."""
     call_command("flush", interactive=False, verbosity=0)
     fill_queue()
     with running_worker():
@@ -127,7 +127,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     give_up_at = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > give_up_at:
-            raise TimeoutError(f"not in {PATIENCE} s")
+            raise TimeoutError(f"the worker did not handle the events within {PATIENCE} s")
         time.sleep(0.2)
 
 
@@ -149,14 +149,17 @@ def both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], 
 
 
 def fill_blocked() -> None:
-    """They stand in their lane: putting them there is a cost of theirs, and paid once."""
+    """Publish events of one key and wait until they are in their lane.
+
+    Routing happens once per event, so the measurement must not include it.
+    """
     publish_many((("bench.fails", {"n": n}) for n in range(BLOCKED)), key="blocked")
     with running_worker():
         wait_until(lambda: not QueuedEvent.objects.filter(lane_id=None).exists())
 
 
 def fill_keys(count: int, keys: int) -> None:
-    """Row by row in turn, as if many had published at once."""
+    """Interleave the rows, as if many publishers had published at once."""
     QueuedEvent.objects.bulk_create(keyed_rows(count, keys), batch_size=1000)
 
 

@@ -1,4 +1,4 @@
-"""What a measurement comes to."""
+"""The result of a measurement."""
 
 from __future__ import annotations
 
@@ -26,3 +26,7 @@ def ratio(name: str, value: float) -> Figure:
 
 def statements(name: str, number: int) -> Figure:
     return Figure(name=name, value=number, unit="statements")
+
+
+def count(name: str, number: float) -> Figure:
+    return Figure(name=name, value=round(number, 1), unit="")

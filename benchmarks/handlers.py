@@ -1,4 +1,4 @@
-"""The handlers that are measured, as the worker processes of a run find them."""
+"""The measured handlers, discovered by the worker processes of a run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from functools import cache
 from typing import Any, TextIO
 
 from benchmarks.models import Note
-from django_eventbus import RetryPolicy, delivery, handler
+from django_eventbus import RetryPolicy, handler
+from django_eventbus.delivery import grouped
+from django_eventbus.executors import CeleryExecutor
 
-#: Set for workers that shall commit after every event, to compare with group commit.
+#: Set for workers that commit after every event, to compare with group commit.
 ALONE = "EVENTBUS_BENCH_ALONE"
-#: Names the file in which ``stamp`` notes when it was called.
+#: The file in which ``stamp`` writes the times of its calls.
 STAMPS = "EVENTBUS_BENCH_STAMPS"
 
 if os.environ.get(ALONE):
-    delivery.GROUP_SECONDS = -1.0  # every group is overdue after its first event
+    grouped.GROUP_SECONDS = -1.0  # A group is committed after its first event.
 
 
 @handler("bench.noop")
 def noop(event: Any) -> None:
-    """Costs nothing: what is left is the bus."""
+    """Do nothing, so that only the time of the bus is measured."""
 
 
 OFTEN = RetryPolicy(max_retries=1_000_000, base_delay=0.1, max_delay=0.1)
@@ -39,6 +41,16 @@ def die(event: Any) -> None:
 
 @handler("bench.insert")
 def insert(event: Any) -> None:
+    Note.objects.create(event_id=event.id)
+
+
+@handler("bench.celery50", executor=CeleryExecutor(batch=50))
+def insert_in_celery(event: Any) -> None:
+    Note.objects.create(event_id=event.id)
+
+
+@handler("bench.celery1", executor=CeleryExecutor(batch=1))
+def insert_in_celery_one_by_one(event: Any) -> None:
     Note.objects.create(event_id=event.id)
 
 

@@ -1,4 +1,4 @@
-"""From a publisher's COMMIT to the first line of a handler in another process."""
+"""The time from a publisher's COMMIT to the first line of a handler in another process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
         with running_worker({STAMPS: str(stamps)}):
             committed = publish_steadily(stamps)
             handled = wait_for(stamps, len(committed))
-    # The first ones find caches cold and the worker's connections young.
+    # Skip the first events: caches are cold, and the worker opens its connections.
     waits = [handled[n] - moment for n, moment in committed.items() if n >= WARM_UP]
     percentiles = statistics.quantiles(waits, n=100)
     return [
@@ -41,7 +41,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def publish_steadily(stamps: Path) -> dict[int, float]:
-    """When each event was committed. Starts once the worker has handled the first."""
+    """Return the commit time of each event. Starts when the worker has handled the first."""
     committed: dict[int, float] = {}
     publish_one(0, committed)
     wait_for(stamps, 1)
@@ -54,7 +54,7 @@ def publish_steadily(stamps: Path) -> dict[int, float]:
 
 def publish_one(n: int, committed: dict[int, float]) -> None:
     with transaction.atomic():
-        # Registered before publish() registers the wake-up of the workers, so run before it.
+        # Registered before publish() registers the wake-up, so it runs first.
         transaction.on_commit(lambda: committed.__setitem__(n, time.time()))
         publish("bench.stamp", {"n": n})
 

@@ -2,7 +2,7 @@ from django.db import models
 
 
 class Note(models.Model):
-    """What a handler writes that writes one row."""
+    """The row that a handler writes."""
 
     event_id = models.UUIDField()
 

@@ -1,4 +1,4 @@
-"""How long the admin's pages take before a heap of dead letters."""
+"""The response times of the admin's pages with many dead letters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEAD = 1_000_000
 KINDS_OF_ERROR = 10
 VISITS = 7
 PAGES = {
-    "overview": "admin:django_eventbus_eventminute_changelist",
+    "overview": "admin:django_eventbus_minutestatistics_changelist",
     "dead letters": "admin:django_eventbus_deadevent_changelist",
     "dead letters by error": "admin:django_eventbus_deadevent_groups",
 }
@@ -31,17 +31,17 @@ HIDDEN = re.compile(r'name="run" value="([^"]*)"')
 
 _BURY = f"""
 INSERT INTO {EventLog._meta.db_table} (id, event_id, namespace, queue, type, version, payload,
-    priority, producer, attempts, crashes, created_at, deliveries, errors, status, finished_at,
-    dead_handler, error_type, error_fingerprint)
+    priority, producer, attempts, crashes, interruptions, created_at, deliveries, errors, status,
+    finished_at, dead_handler, error_type, error_fingerprint)
 SELECT n, gen_random_uuid(), 'default', 'default', 'order.placed', 1, '{{"order": 7}}', 0, 'bench',
-    4, 0, now(), '{{}}', '[]', 'FAILED', now() - n * interval '1 second', 'shop.ship', 'ValueError',
-    lpad(to_hex(1 + n %% {KINDS_OF_ERROR}), 16, '0')
+    4, 0, 0, now(), '{{}}', '[]', 'FAILED', now() - n * interval '1 second', 'shop.ship',
+    'ValueError', lpad(to_hex(1 + n %% {KINDS_OF_ERROR}), 16, '0')
 FROM generate_series(1, %s) AS n"""
 
 
 def measure(options: argparse.Namespace) -> list[Figure]:
     if connection.vendor != "postgresql":
-        return []  # nobody else fills a table of this size in reasonable time
+        return []  # other databases take too long to fill a table of this size
     call_command("flush", interactive=False, verbosity=0)
     with connection.cursor() as cursor:
         cursor.execute(_BURY, [DEAD])
@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def retry_by_filter(visitor: Client) -> Figure:
-    """As the progress page goes on by itself: request after request, until nothing is left."""
+    """Retry all events of one error. Like the progress page, send requests until all are done."""
     address = reverse("admin:django_eventbus_deadevent_bulk", args=["retry"]) + CHOSEN
     began = time.perf_counter()
     page = visitor.get(address)

@@ -1,4 +1,4 @@
-"""What publishing costs the one who publishes."""
+"""The time that ``publish()`` takes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measure(options: argparse.Namespace) -> list[Figure]:
 
 
 def in_open_transaction() -> list[Figure]:
-    """In turns, so that a busy moment of the machine falls on both."""
+    """Measure in turns, so that other load on the machine affects both."""
     publishes, creates = [], []
     with transaction.atomic():
         for _ in range(ROUNDS):

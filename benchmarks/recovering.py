@@ -1,4 +1,4 @@
-"""How long it takes to give the events of a dead worker to the living."""
+"""The time to recover the events of a dead worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.figures import Figure, milliseconds
 from django_eventbus import publish_many
 from django_eventbus.models import EventWorker
 from django_eventbus.store import store_for
-from django_eventbus.worker import WorkerOptions, new_registration
+from django_eventbus.worker.registration import WorkerOptions, new_registration
 
 STUCK = 100
 LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)

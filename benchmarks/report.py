@@ -1,4 +1,4 @@
-"""Figures for people."""
+"""Print the results as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures on the database the settings name; JSON on stdout, what is going on on stderr."""
+"""Measure on the database of the settings; write JSON to stdout, progress to stderr."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 
 import django
 
-GROUPS = ("publish", "drain", "keys", "recovery", "head", "latency", "pending", "pages")
+GROUPS = (
+    *("publish", "drain", "keys", "recovery", "head", "latency", "pending", "pages", "celery"),
+)
 
 
 def main() -> None:
@@ -28,7 +30,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from django.core.management import call_command
     from django.db import connection
 
-    from benchmarks import draining, latency, pages, publishing, recovering
+    from benchmarks import draining, handing_off, latency, pages, publishing, recovering
 
     measurements = {
         "publish": publishing.measure,
@@ -39,6 +41,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "latency": latency.measure,
         "pending": draining.measure_pending,
         "pages": pages.measure,
+        "celery": handing_off.measure,
     }
     call_command("migrate", run_syncdb=True, verbosity=0)
     figures = []

@@ -1,4 +1,6 @@
-"""The smallest project that can publish and handle."""
+"""The smallest project that can publish and handle events."""
+
+import os
 
 from benchmarks.databases import chosen_database
 
@@ -38,5 +40,8 @@ TEMPLATES = [
 ]
 STATIC_URL = "static/"
 ALLOWED_HOSTS = ["testserver"]
-# That every failure is told would be most of what a run prints.
+# A log line per failure would be most of the output of a run.
 LOGGING = {"version": 1, "loggers": {"django_eventbus": {"level": "CRITICAL"}}}
+
+if os.environ.get("EVENTBUS_BENCH_BROKER"):
+    import benchmarks.celery_app  # noqa: F401 - as a project's __init__ does

@@ -1,4 +1,4 @@
-"""Worker processes, as somebody would start them."""
+"""Worker processes, started with ``manage.py run_event_worker``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMAND = (sys.executable, "-m", "django", "run_event_worker")
 
 
 def drain(*options: str, environment: Mapping[str, str] | None = None) -> None:
-    """Returns when the queue is empty."""
+    """Run a worker until the queue is empty."""
     subprocess.run(
         [*COMMAND, "--drain", *options],
         env={**os.environ, **(environment or {})},
@@ -23,12 +23,12 @@ def drain(*options: str, environment: Mapping[str, str] | None = None) -> None:
 
 @contextmanager
 def running_worker(environment: Mapping[str, str] | None = None) -> Iterator[None]:
-    """At work until the end of the block."""
+    """Run a worker until the end of the block."""
     worker = subprocess.Popen(
         COMMAND,
         env={**os.environ, **(environment or {})},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,  # a handler that is made to fail would fill the terminal
+        stderr=subprocess.DEVNULL,  # the errors of failing handlers would fill the terminal
     )
     try:
         yield

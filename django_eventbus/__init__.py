@@ -21,14 +21,15 @@ if TYPE_CHECKING:
         UnknownEventError,
         UnknownQueueError,
     )
-    from django_eventbus.inbox import once_per
+    from django_eventbus.executors import CeleryExecutor, TaskExecutor
     from django_eventbus.integrations.django_signals import bridge_model, bridge_signal
-    from django_eventbus.pacing import CircuitBreaker
-    from django_eventbus.polling import finalize, poll
-    from django_eventbus.publishing import apublish, publish, publish_many, shutdown
+    from django_eventbus.policies import CircuitBreaker
+    from django_eventbus.publishing.once import once_per
+    from django_eventbus.publishing.publisher import apublish, publish, publish_many, shutdown
     from django_eventbus.registry import handler, subscribe, unsubscribe
     from django_eventbus.retries import RetryPolicy
     from django_eventbus.schedules import schedule
+    from django_eventbus.worker.polling import finalize, poll
 
 __version__ = "0.1.0"
 
@@ -47,16 +48,18 @@ _HOMES = {
     "Retry": "exceptions",
     "UnknownEventError": "exceptions",
     "UnknownQueueError": "exceptions",
-    "once_per": "inbox",
+    "once_per": "publishing.once",
     "bridge_model": "integrations.django_signals",
     "bridge_signal": "integrations.django_signals",
-    "CircuitBreaker": "pacing",
-    "finalize": "polling",
-    "poll": "polling",
-    "apublish": "publishing",
-    "publish": "publishing",
-    "publish_many": "publishing",
-    "shutdown": "publishing",
+    "CeleryExecutor": "executors",
+    "TaskExecutor": "executors",
+    "CircuitBreaker": "policies",
+    "finalize": "worker.polling",
+    "poll": "worker.polling",
+    "apublish": "publishing.publisher",
+    "publish": "publishing.publisher",
+    "publish_many": "publishing.publisher",
+    "shutdown": "publishing.publisher",
     "handler": "registry",
     "subscribe": "registry",
     "unsubscribe": "registry",
@@ -67,6 +70,7 @@ _HOMES = {
 __all__ = [
     "BackpressureError",
     "BridgeError",
+    "CeleryExecutor",
     "CircuitBreaker",
     "Discard",
     "DuplicateEventError",
@@ -79,6 +83,7 @@ __all__ = [
     "InvalidPayloadError",
     "Retry",
     "RetryPolicy",
+    "TaskExecutor",
     "UnknownEventError",
     "UnknownQueueError",
     "apublish",
@@ -97,8 +102,19 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Names are fetched when first used: models cannot be imported before the apps are loaded."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+if not TYPE_CHECKING:
+    # Type checkers must not see this function: they would accept any attribute of the package.
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used.
+
+        An import at the top of the package would import models before Django has loaded the apps,
+        which is an error.
+        """
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

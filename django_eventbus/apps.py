@@ -1,4 +1,7 @@
-"""Wiring only: checks, signal receivers, and the handlers of the installed apps."""
+"""The app configuration.
+
+It registers the checks and imports the modules ``events`` and ``handlers`` of all apps.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,6 @@ class EventBusConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from django_eventbus import checks  # noqa: F401 - registers the checks
+        from django_eventbus import checks  # noqa: F401 - the import registers the checks
 
         autodiscover_modules("events", "handlers")

@@ -1,4 +1,4 @@
-"""The circuit breakers: how they stand, and how to close one by hand."""
+"""List the states of circuit breakers, and close a breaker by hand."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from functools import partial
 from django.db import transaction
 
 from django_eventbus.conf import settings
+from django_eventbus.errors.suggestions import did_you_mean
 from django_eventbus.exceptions import EventBusError
-from django_eventbus.models import EventGate, GateKind
-from django_eventbus.pacing import CircuitBreaker, counted, totals
-from django_eventbus.publishing import wake_on_commit
-from django_eventbus.registry import did_you_mean, registry
+from django_eventbus.flow.decisions import count_calls, totals
+from django_eventbus.models import FlowControl, FlowControlKind
+from django_eventbus.policies import CircuitBreaker
+from django_eventbus.publishing.wakeup import wake_on_commit
+from django_eventbus.registry import registry
 from django_eventbus.signals import breaker_closed
 from django_eventbus.store import store_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerStatus:
-    """One handler's breaker; calls and failures are those of its window."""
+    """The state of the circuit breaker of one handler.
+
+    ``calls`` and ``failures`` count the calls of the handler in the breaker's time window. While
+    the breaker is open, they are the counts at the time at which it opened.
+    """
 
     handler: str
     state: str  # "closed", "open", or "half-open" while one delivery is tried
@@ -32,10 +38,10 @@ class BreakerStatus:
 
 
 def list(*, using: str | None = None) -> builtins.list[BreakerStatus]:
-    """The breakers of all handlers that have one, by name."""
+    """Return the states of the circuit breakers of registered handlers, sorted by handler name."""
     store = store_for(using)
     now = store.read_clock()
-    rows = {row.name: row for row in store.gates.filter(kind=GateKind.HANDLER)}
+    rows = {row.name: row for row in store.flow_controls.filter(kind=FlowControlKind.HANDLER)}
     declared = {name: breaker for name in _names() if (breaker := _declared(name))}
     return [
         _status(name, breaker, rows.get(name), now) for name, breaker in sorted(declared.items())
@@ -43,7 +49,10 @@ def list(*, using: str | None = None) -> builtins.list[BreakerStatus]:
 
 
 def reset(handler: str, *, by: str | None = None, using: str | None = None) -> bool:
-    """Close a breaker, and forget what it has counted. Returns False if it was not open."""
+    """Close the circuit breaker of a handler and reset its counts.
+
+    Returns False if the breaker was not open. Raises EventBusError if the handler has no breaker.
+    """
     if _declared(handler) is None:
         known = [name for name in _names() if _declared(name)]
         raise EventBusError(
@@ -52,9 +61,9 @@ def reset(handler: str, *, by: str | None = None, using: str | None = None) -> b
     store = store_for(using)
     was_open = store.close_breaker(handler)
     if was_open:
-        told = {"handler": handler, "by": settings.producer() if by is None else by}
-        tell = partial(breaker_closed.send_robust, EventGate, **told)
-        transaction.on_commit(tell, using=store.using)
+        facts = {"handler": handler, "by": settings.producer() if by is None else by}
+        send = partial(breaker_closed.send_robust, FlowControl, **facts)
+        transaction.on_commit(send, using=store.using)
         wake_on_commit(store.using)
     return was_open
 
@@ -70,11 +79,11 @@ def _declared(name: str) -> CircuitBreaker | None:
 
 
 def _status(
-    name: str, breaker: CircuitBreaker, row: EventGate | None, now: datetime
+    name: str, breaker: CircuitBreaker, row: FlowControl | None, now: datetime
 ) -> BreakerStatus:
     if row is None:
         return BreakerStatus(handler=name, state="closed")
-    in_window = counted(row.calls, window=breaker.window, now=now.timestamp())
+    in_window = count_calls(row.calls, window=breaker.window, now=now.timestamp())
     calls, failures = totals(in_window if row.opened_at is None else row.calls)
     return BreakerStatus(
         handler=name,
@@ -86,7 +95,7 @@ def _status(
     )
 
 
-def _state(row: EventGate) -> str:
+def _state(row: FlowControl) -> str:
     if row.opened_at is None:
         return "closed"
     return "half-open" if row.probe_by else "open"

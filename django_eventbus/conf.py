@@ -1,7 +1,8 @@
-"""Every setting of the bus: its type, its default, its meaning.
+"""All settings: type, default and meaning.
 
-All of them live in one dict, ``EVENTBUS = {...}``, which is looked up when first needed and again
-when ``override_settings`` changes it. This is the only module that reads Django's settings.
+Settings are keys of one dict, ``EVENTBUS = {...}``. The dict is read when a setting is first used,
+and read again after ``override_settings`` has changed it. Only this module and the system checks
+read the dict; all other modules use ``settings``.
 """
 
 from __future__ import annotations
@@ -17,60 +18,82 @@ from django.dispatch import receiver
 
 
 class Settings:
-    """The defaults are the class attributes; a key of ``EVENTBUS`` overrides its namesake."""
+    """The default values. A key of ``EVENTBUS`` overrides the attribute with the same name."""
 
-    #: Isolates projects that share a database: each sees only its own events.
+    #: Isolates projects that share a database: each project reads only events of its namespace.
     NAMESPACE: str = "default"
-    #: The queue of events that name none.
+    #: The queue of events that are published without a queue.
     QUEUE: str = "default"
-    #: All queues there are; publishing to any other is refused, a worker serves all of them.
+    #: All queues. Publishing to any other queue is an error. By default a worker serves all queues.
     QUEUES: Sequence[str] = ("default",)
-    #: Database aliases that hold the tables of the bus; empty means the router's choice.
+    #: The aliases of the databases that contain the event tables. If the list is empty, Django's
+    #: database router chooses the database.
     DATABASES: Sequence[str] = ()
-    #: When the open transaction is on another database than the event's: warn, error or allow.
+    #: What publish() does if a transaction is open on a database that does not store the event:
+    #: "warn", "error" or "allow".
     FOREIGN_TRANSACTION: str = "warn"
-    #: Who published; empty means host name and process id.
+    #: The name of the publisher in each event. If empty, the host name and the process id are used.
     PRODUCER: str = ""
-    #: The most events one claim takes.
+    #: The maximum number of events that a worker claims at once.
     BATCH_SIZE: int = 500
-    #: Seconds between looks at an idle queue.
+    #: Seconds between two polls of an idle queue.
     POLL_INTERVAL: float = 1.0
-    #: Seconds without a sign of life after which a worker's events are given to others.
+    #: Seconds without a heartbeat after which other workers take over a worker's events.
     ABANDON_AFTER: float = 60.0
-    #: Seconds a handler may take.
+    #: Seconds after which an event that was handed off to another executor is handed off again,
+    #: unless the executor has claimed it.
+    HANDOFF_DEADLINE: float = 60.0
+    #: The approximate number of events of one handler that may wait for their executor at a time.
+    HANDOFF_WINDOW: int = 1000
+    #: Whether publish() sends a message to Celery after the commit, at most one per second and
+    #: process, so that the Celery task ``django_eventbus.drain`` handles the events.
+    CELERY_DRAIN: bool = False
+    #: Seconds after which a running handler is interrupted, unless it has its own timeout.
     HANDLER_TIMEOUT: float = 30.0
     #: Keyword arguments of the default RetryPolicy.
     RETRY: Mapping[str, Any] = {}
-    #: Keyword arguments of a CircuitBreaker for every handler; None: only those that declare one.
+    #: Keyword arguments of a CircuitBreaker for every handler. If this is None, a handler has a
+    #: breaker only if the handler declares one.
     BREAKER: Mapping[str, Any] | None = None
-    #: "handler": each handler's database work stands alone; "event": all of an event or none.
+    #: "handler": the writes of each handler are committed or rolled back separately. "event": the
+    #: writes of all atomic handlers of an event are committed or rolled back together.
     ATOMIC: str = "handler"
-    #: What becomes of an event nobody handles: "retry" until it is a dead letter, or "complete".
-    UNHANDLED: str = "retry"
-    #: Keyword arguments of the RetryPolicy for events without a handler; patient, for deploys.
+    #: The policy for an event without a handler: "retry" retries it until it is a dead letter,
+    #: "complete" ends it as completed. A dict maps types or patterns to policies; the policy of all
+    #: other types is "retry".
+    UNHANDLED: str | Mapping[str, str] = "retry"
+    #: Keyword arguments of the RetryPolicy for events without a handler. The delays are long,
+    #: because during a deployment an old worker may claim an event whose handler only new workers
+    #: have.
     UNHANDLED_RETRY: Mapping[str, Any] = {
         "max_retries": 8,
         "base_delay": 5.0,
         "multiplier": 3.0,
         "max_delay": 3600.0,
     }
-    #: What the death of an event does to later ones of its key: "skip" it, or "block" them.
+    #: What happens after an event with a key has become a dead letter: "skip" continues with the
+    #: next event of the key, "block" stops all events of the key until an operator acts.
     DEAD_HEAD: str = "skip"
-    #: Publishers of one key wait for each other, so that its order is the order of their commits.
+    #: Whether transactions that publish events with the same key wait for each other, so that these
+    #: events are handled in commit order.
     STRICT_ORDER: bool = False
-    #: How often an event may take its worker down before it is a dead letter.
+    #: How often a worker may die while it handles an event before the event is a dead letter.
     MAX_CRASHES: int = 3
-    #: The largest payload (and the largest headers), as JSON.
+    #: How often a claim of an event may end without a result before the event is a dead letter.
+    #: Such a claim ends because its worker disappears, or because the event cannot be read or
+    #: settled.
+    MAX_INTERRUPTIONS: int = 5
+    #: The maximum size of a payload as JSON. The same limit applies to headers.
     MAX_PAYLOAD_BYTES: int = 256 * 1024
-    #: The deepest nesting of a payload.
+    #: The maximum depth of nested lists and dicts in a payload.
     MAX_PAYLOAD_DEPTH: int = 64
-    #: The most events that one transaction may publish.
+    #: The maximum number of events that one transaction may publish.
     MAX_EVENTS_PER_TRANSACTION: int = 100_000
-    #: The most bytes kept of one error and its traceback.
+    #: The maximum size of one stored error with its traceback.
     MAX_ERROR_BYTES: int = 16 * 1024
-    #: Dotted path of a function from text to text that every stored error goes through.
+    #: Dotted path of a function that takes the text of an error and returns the text to store.
     REDACT_ERRORS: str = ""
-    #: Fields of payloads and headers with such a word in their name are never shown in the admin.
+    #: The admin hides fields of payloads and headers whose names contain one of these words.
     REDACT_FIELDS: Sequence[str] = (
         "password",
         "passwd",
@@ -80,17 +103,20 @@ class Settings:
         "authorization",
         "cookie",
     )
-    #: The most events that may be queued, by queue, key or type, and what becomes of more.
+    #: The maximum number of queued events per queue, key or type, and the policy for events beyond
+    #: this number.
     LIMITS: Mapping[str, Mapping[str, Any]] = {}
-    #: Seconds that a publisher waits for room under a limit that blocks.
+    #: Seconds that publish() waits at a limit with overflow="block" before it raises an error.
     BLOCK_TIMEOUT: float = 10.0
-    #: Seconds that running handlers get to finish when a worker stops.
+    #: Seconds that running handlers may take to finish when a worker stops.
     SHUTDOWN_TIMEOUT: float = 30.0
-    #: Megabytes of memory at which a worker process is replaced, between two batches; 0 is never.
+    #: A worker process that uses more megabytes of memory than this is replaced after its batch.
+    #: 0: no limit.
     MAX_MEMORY: int = 0
-    #: For how many minutes workers' figures (events, failures, times) are kept.
-    MINUTES_KEPT: int = 1440
-    #: Wake workers by LISTEN/NOTIFY where the database has it; turn off behind a pooler.
+    #: Minutes for which the statistics of workers are kept.
+    STATISTICS_MINUTES: int = 1440
+    #: Whether LISTEN/NOTIFY wakes workers on PostgreSQL. Set it to False behind a connection pooler
+    #: in transaction mode, where workers receive no notifications.
     NOTIFY: bool = True
 
     def __getattribute__(self, name: str) -> Any:
@@ -103,7 +129,7 @@ class Settings:
 
 
 def configured() -> Mapping[str, Any]:
-    """The project's ``EVENTBUS`` dict as it stands, unchecked."""
+    """Return the project's ``EVENTBUS`` dict without validation."""
     found = getattr(django_settings, "EVENTBUS", {})
     return found if isinstance(found, Mapping) else {}
 

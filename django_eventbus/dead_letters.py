@@ -1,24 +1,44 @@
-"""The dead letters: list, group, retry, edit, purge. Needs no worker, only the database."""
+"""List, group, retry, edit and purge dead letters."""
 
 from __future__ import annotations
 
 import builtins
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from itertools import islice
+from typing import Any, TypedDict, Unpack
 
-from django.db.models import Count, Max, Min, OuterRef, Q, QuerySet, Subquery
+from django.db.models import Count, F, Max, Min, OuterRef, Q, QuerySet, Subquery
 
-from django_eventbus.events import check_payload, class_for, from_payload
+from django_eventbus.events import class_for
 from django_eventbus.models import DeadEvent, EventLog
-from django_eventbus.publishing import wake_on_commit
-from django_eventbus.retention import moment, purge_in_batches
+from django_eventbus.publishing.wakeup import wake_on_commit
+from django_eventbus.retention import PRECISION, moment, purge_in_batches
+from django_eventbus.schema.payloads import check_payload
+from django_eventbus.schema.typed_payloads import from_payload
 from django_eventbus.store import Store, store_for
 
 CHUNK = 1000
 MOST_GROUPS = 1000
+_NOT_SHOWN = ("payload", "headers", "edits", "history")
+
+
+class Filters(TypedDict, total=False):
+    """The filters that ``matching``, ``retry`` and ``purge`` accept, for type checkers."""
+
+    type: str | None
+    handler: str | None
+    queue: str | None
+    key: str | None
+    event_id: uuid.UUID | Iterable[uuid.UUID] | None
+    error_type: str | None
+    fingerprint: str | None
+
+
+class FiltersByAge(Filters, total=False):
+    older_than: timedelta | datetime | None
 
 
 def matching(
@@ -33,7 +53,7 @@ def matching(
     older_than: timedelta | datetime | None = None,
     using: str | None = None,
 ) -> QuerySet[DeadEvent]:
-    """The dead letters that fit all that is given; ``type`` may end in ``*``."""
+    """Return the dead letters that match all filters; ``type`` may end in ``*``."""
     store = store_for(using)
     rows: QuerySet[DeadEvent] = DeadEvent.objects.using(store.using)
     if type is not None:
@@ -53,10 +73,18 @@ def matching(
     return rows
 
 
-def list(limit: int = 100, offset: int = 0, **filters: Any) -> builtins.list[DeadEvent]:
-    """Newest dead first. ``filters`` as for ``matching``."""
-    rows = matching(**filters).order_by("-finished_at", "-id")
-    return builtins.list(rows[offset : offset + limit])
+def list(
+    limit: int = 100,
+    offset: int = 0,
+    *,
+    using: str | None = None,
+    **filters: Unpack[FiltersByAge],
+) -> builtins.list[DeadEvent]:
+    """Return dead letters, the latest first. Accepts the filters of ``matching``."""
+    store = store_for(using)
+    rows = matching(using=store.using, **filters).order_by("-finished_at", "-id")
+    with store.reading_by_index(may_sort=bool(filters)):
+        return builtins.list(rows[offset : offset + limit])
 
 
 def retry(
@@ -65,16 +93,18 @@ def retry(
     per_minute: float | None = None,
     delay: float = 0.0,
     only: str | None = None,
+    by: str = "",
     using: str | None = None,
     progress: Callable[[int], None] = lambda done: None,
-    **filters: Any,
+    **filters: Unpack[FiltersByAge],
 ) -> int:
-    """Put dead letters back into the queue as if they were new; returns how many.
+    """Put dead letters back into the queue with zero attempts. Returns their number.
 
-    Give an event, its id, several of them, or filters. Handlers that had succeeded are not run
-    again; what is not dead (any more) is passed over. With ``per_minute`` they become ready one
-    after the other at that pace, the first after ``delay`` seconds. ``only`` names a handler that
-    is to try again, while others that died stay dead.
+    Pass events, event ids or filters. Handlers that have succeeded do not run again; events that
+    are not dead are skipped. If ``per_minute`` is given, the events become ready one after the
+    other at this rate. The first event becomes ready after ``delay`` seconds. ``only`` is the name
+    of a handler: only this handler is retried, and other dead handlers stay dead. The ``history``
+    of each event keeps the earlier attempts and errors, and the name of the operator (``by``).
     """
     _required(event, filters)
     store = store_for(using)
@@ -82,10 +112,12 @@ def retry(
     if event is not None:
         rows = rows.filter(event_id__in=_ids(event))
     every = _seconds_between(per_minute)
+    are_named = event is not None or filters.get("event_id") is not None
+    named = rows.order_by("id").values_list("id", flat=True) if are_named else None
     retried = 0
-    for ids in _chunks(rows):
+    for ids in _chunks(store, rows) if named is None else _pieces(named):
         start = delay + retried * every
-        retried += store.revive(ids, delay=start, every=every, handler=only)
+        retried += store.revive(ids, delay=start, every=every, handler=only, by=by)
         wake_on_commit(store.using)
         progress(retried)
     return retried
@@ -94,11 +126,10 @@ def retry(
 def edit(
     event: EventLog | uuid.UUID, payload: Any, *, by: str = "", using: str | None = None
 ) -> bool:
-    """Retry a dead letter with another payload; the one it had is kept in its ``edits``.
+    """Retry a dead letter with another payload. The column ``edits`` keeps the earlier payload.
 
-    The payload is checked as when it is published, and that it fits the class of the event, if
-    there is one: raises InvalidPayloadError or UnknownEventError. False if it is not dead any
-    more.
+    Returns False if the event is not dead any more. Raises InvalidPayloadError if ``publish()``
+    would refuse the payload, and UnknownEventError if it does not match the event class.
     """
     store = store_for(using)
     letter = matching(using=store.using, event_id=_ids(event)).only("id", "type").first()
@@ -117,9 +148,12 @@ def purge(
     *,
     using: str | None = None,
     progress: Callable[[int], None] = lambda done: None,
-    **filters: Any,
+    **filters: Unpack[Filters],
 ) -> int:
-    """Delete dead letters for good, those that died by then and fit the filters."""
+    """Delete the dead letters that match the filters, and return their number.
+
+    ``older_than`` is a minimum age, or the time before which the events ended.
+    """
     _required(older_than, filters)
     store = store_for(using)
     rows = matching(using=store.using, older_than=older_than, **filters)
@@ -128,20 +162,23 @@ def purge(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Dead letters of one handler, one type of error and one line of code."""
+    """Dead letters with the same handler, the same error type and the same failing line."""
 
     fingerprint: str
-    #: Counting stops at ``count_at_most``.
+    #: The number of dead letters; counting stops at ``count_at_most``.
     count: int
     first_at: datetime
     last_at: datetime
-    #: The one that died last, without payload.
+    #: The latest dead letter, without its payload.
     latest: DeadEvent
 
 
 class Groups(builtins.list[Group]):
-    """A page of groups; ``is_capped`` if there are more than ``MOST_GROUPS`` in all: the others
-    are not looked at."""
+    """A page of groups.
+
+    ``is_capped`` is True if there are more than ``MOST_GROUPS`` groups. Groups beyond this number
+    were not read.
+    """
 
     is_capped = False
 
@@ -154,22 +191,23 @@ def groups(
     among: QuerySet[DeadEvent] | None = None,
     using: str | None = None,
 ) -> Groups:
-    """Those with the newest dead letter first. Reads no more than that: neither all dead letters,
-    nor more than ``MOST_GROUPS`` groups.
+    """Return groups of dead letters by error, the group with the latest dead letter first.
 
-    ``among`` some dead letters only, all of those are read.
+    By default an index scan reads at most ``MOST_GROUPS`` groups. If the queryset ``among`` is
+    given, only its dead letters are grouped, and the database reads all of them.
     """
     if among is not None:
         return _groups_among(among, limit, offset, count_at_most)
     store = store_for(using)
-    found = store.dead_groups(at_most=MOST_GROUPS + 1)
-    is_capped = len(found) > MOST_GROUPS
-    found = found[:MOST_GROUPS]
-    found.sort(key=lambda each: each.last_at, reverse=True)
-    chosen = found[offset : offset + limit]
-    counts = store.count_dead([each.fingerprint for each in chosen], at_most=count_at_most)
-    rows = matching(using=store.using).defer("payload", "headers", "edits")
-    latest = rows.in_bulk([each.latest_id for each in chosen])
+    with store.reading_by_index():
+        found = store.dead_groups(at_most=MOST_GROUPS + 1)
+        is_capped = len(found) > MOST_GROUPS
+        found = found[:MOST_GROUPS]
+        found.sort(key=lambda each: each.last_at, reverse=True)
+        chosen = found[offset : offset + limit]
+        counts = store.count_dead([each.fingerprint for each in chosen], at_most=count_at_most)
+        rows = matching(using=store.using).defer(*_NOT_SHOWN)
+        latest = rows.in_bulk([each.latest_id for each in chosen])
     page = Groups(
         Group(
             fingerprint=each.fingerprint,
@@ -193,19 +231,20 @@ def _groups_among(rows: QuerySet[DeadEvent], limit: int, offset: int, count_at_m
         .annotate(
             count=Count("pk"),
             first_at=Min("finished_at"),
+            earlier_at=Min("first_dead_at", filter=Q(first_dead_of=F("error_fingerprint"))),
             last_at=Max("finished_at"),
             latest_id=Subquery(alike.values("pk")[:1]),
         )
         .order_by("-last_at")[offset : offset + limit]
     )
     chosen = builtins.list(found)
-    shown = rows.defer(None).defer("payload", "headers", "edits")
+    shown = rows.defer(None).defer(*_NOT_SHOWN)
     latest = shown.in_bulk([each["latest_id"] for each in chosen])
     return Groups(
         Group(
             fingerprint=each["error_fingerprint"],
             count=min(each["count"], count_at_most),
-            first_at=each["first_at"],
+            first_at=min(each["first_at"], each["earlier_at"] or each["first_at"]),
             last_at=each["last_at"],
             latest=latest[each["latest_id"]],
         )
@@ -217,15 +256,15 @@ def _groups_among(rows: QuerySet[DeadEvent], limit: int, offset: int, count_at_m
 def _of_type(store: Store, type_name: str) -> Q:
     prefix, star, rest = type_name.partition("*")
     if rest:
-        raise ValueError(f"a star may only end a type: {type_name!r}")
+        raise ValueError(f"a type may contain * only at its end, not {type_name!r}")
     if not star:
         return Q(type=type_name)
     return store.starting_with("type", prefix) if prefix else Q()
 
 
-def _required(event: Any, filters: dict[str, Any]) -> None:
+def _required(event: Any, filters: Mapping[str, Any]) -> None:
     if event is None and not any(value is not None for value in filters.values()):
-        raise ValueError("say which dead letters are meant; all of them are type='*'")
+        raise ValueError("pass events or filters; type='*' selects all dead letters")
 
 
 def _seconds_between(per_minute: float | None) -> float:
@@ -241,11 +280,30 @@ def _ids(event: Any) -> builtins.list[uuid.UUID]:
     return [each.event_id if isinstance(each, EventLog) else each for each in many]
 
 
-def _chunks(rows: QuerySet[DeadEvent]) -> Iterator[builtins.list[int]]:
-    """Row ids in pieces, oldest first. Each piece is looked up when the one before is done."""
-    last = 0
-    while ids := builtins.list(
-        rows.filter(id__gt=last).order_by("id").values_list("id", flat=True)[:CHUNK]
-    ):
-        yield ids
-        last = ids[-1]
+def _chunks(store: Store, rows: QuerySet[DeadEvent]) -> Iterator[builtins.list[int]]:
+    """Yield the row ids of dead letters in chunks, oldest first.
+
+    Each chunk is read after the caller has processed the previous chunk. A retried event that dies
+    again during this time is skipped: its new end time is later than the end time of the newest
+    dead letter at the start.
+    """
+    newest = store.dead.order_by("-finished_at").values_list("finished_at", flat=True).first()
+    if newest is None:
+        return
+    # SQLite compares times as text. A full second without decimals sorts before the same time with
+    # decimals, so a condition with ``lte`` could miss the newest rows.
+    rows = rows.filter(finished_at__lt=newest + PRECISION)
+    seen: dict[int, datetime] = {}
+    while page := store.page_of_dead(rows.exclude(id__in=builtins.list(seen)), limit=CHUNK):
+        yield [row_id for row_id, _ in page]
+        since = page[-1][1] - PRECISION
+        # The next page starts shortly before the end time of this page's last row, so the query
+        # must exclude the rows of this page that ended at about that time.
+        seen = {row_id: at for row_id, at in [*seen.items(), *page] if at >= since - PRECISION}
+        rows = rows.filter(finished_at__gte=since)
+
+
+def _pieces(ids: Iterable[int]) -> Iterator[builtins.list[int]]:
+    iterator = iter(ids)
+    while piece := builtins.list(islice(iterator, CHUNK)):
+        yield piece

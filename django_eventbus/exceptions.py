@@ -1,24 +1,26 @@
-"""What can go wrong, by name.
+"""The exceptions of the event bus.
 
-Every error the bus raises is an ``EventBusError``; ``Retry`` and ``Discard`` are what a handler
-raises to steer its own delivery.
+Every error of the bus is an ``EventBusError``. Handlers raise ``Retry`` and ``Discard`` to control
+their own delivery.
 """
 
 from __future__ import annotations
 
 from datetime import timedelta
+from numbers import Real
+from typing import Any
 
 
 class EventBusError(Exception):
-    """Base of all errors of the bus. Do not raise it directly."""
+    """Base class of all errors of the event bus. Some errors are raised as this class itself."""
 
 
 class InvalidPayloadError(EventBusError, ValueError):
-    """The payload, headers or another argument of an event cannot be stored as it is."""
+    """The payload, headers or another argument of an event cannot be stored."""
 
 
 class UnknownEventError(EventBusError):
-    """An event class has no type name, or a stored payload does not fit its event class."""
+    """A type has no event class, an event class has no type, or a payload does not fit a class."""
 
 
 class UnknownQueueError(EventBusError, ValueError):
@@ -26,68 +28,124 @@ class UnknownQueueError(EventBusError, ValueError):
 
 
 class DuplicateEventError(EventBusError):
-    """Two event classes claim the same type name, or an event that must be new is known."""
+    """Two event classes have one type name, or publish(on_duplicate="raise") found a duplicate."""
 
 
 class DuplicateHandlerError(EventBusError):
-    """Two handlers claim the same stored name."""
+    """Two handlers have the same name, or one handler is registered with two sets of types."""
 
 
 class InvalidScheduleError(EventBusError, ValueError):
-    """A schedule that could not fire as it is written, or one that is not there."""
+    """A schedule cannot fire, or does not exist."""
 
 
 class MissingLibraryError(EventBusError):
     """A feature needs an optional library; the message says how to install it."""
 
 
+class UnsupportedDatabaseError(EventBusError):
+    """The bus has no store for this kind of database."""
+
+
 class ForeignTransactionError(EventBusError):
-    """The event would not be part of the transaction that is open around ``publish()``."""
+    """A transaction is open on another database, and its rollback would not remove the event."""
 
 
 class BridgeError(EventBusError):
-    """A bridge could not make its event, so what it would have told of must not happen either."""
+    """A bridge could not publish its event, so the bridged change must be rolled back."""
 
 
 class BackpressureError(EventBusError):
-    """A limit is reached, and its policy is to say so, or to wait no longer."""
+    """An event was refused: a limit was reached, or the transaction has published too many events.
+
+    A limit refuses events if its policy is "halt", or if its policy is "block" and the timeout has
+    passed.
+    """
 
 
 class EventBusShutdownError(EventBusError):
-    """The bus of this process has been shut down and takes no more events."""
+    """Publishing is shut down in this process."""
+
+
+class BrokerUnavailableError(EventBusError):
+    """A message broker does not answer, or it refuses a message.
+
+    The event waits ``retry_in`` seconds, and no attempt is counted.
+    """
+
+    def __init__(self, message: str, *, retry_in: float) -> None:
+        super().__init__(message)
+        self.retry_in = retry_in
+
+
+class MessageRefusedError(BrokerUnavailableError):
+    """A message broker refuses this message, and may accept others."""
 
 
 class ClaimLostError(EventBusError):
-    """The claim now belongs to somebody else, so nothing done under it may be committed."""
+    """Another worker has claimed the events, so work under the old claim must not be committed."""
+
+
+class UnsettleableError(EventBusError):
+    """The database refuses to store the result of an event."""
+
+
+class UnreadableEventError(EventBusError):
+    """A queued event has delivery state that this version of the code cannot read."""
 
 
 class WorkerEvictedError(EventBusError):
-    """This worker was taken for dead and its registration is gone."""
+    """Another worker has deleted this worker's registration, which had expired."""
 
 
 class BrokenTransactionError(EventBusError):
-    """A handler broke, ended or left open the transaction it ran in."""
+    """A handler broke or ended its transaction, or left another transaction open."""
 
 
 class HandlerTimeout(KeyboardInterrupt):
     """A handler ran past its deadline.
 
-    A BaseException, so that ``except Exception`` in a handler cannot swallow it; a
-    KeyboardInterrupt, because that is what makes psycopg cancel the query it is waiting for and
-    leave the connection usable.
+    This class is a BaseException, so that ``except Exception`` in a handler does not catch it. It
+    is a KeyboardInterrupt, because psycopg reacts to a KeyboardInterrupt by cancelling the running
+    query, and keeps the connection usable.
     """
 
 
-class Retry(Exception):
-    """Raise in a handler to be called again, after ``delay`` seconds if given.
+#: The longest delay in seconds: a hundred years.
+LONGEST_DELAY = 100 * 365 * 24 * 3600.0
 
-    Counts as a failed attempt. Without a delay the handler's retry policy decides.
+
+class Retry(Exception):
+    """Raise this exception in a handler to retry the delivery, after ``delay`` seconds if given.
+
+    The attempt counts as failed. If no delay is given, the handler's retry policy sets the delay.
+    ``Retry(…)`` raises ValueError if the delay is negative, longer than a hundred years, or not a
+    number or timedelta.
     """
 
     def __init__(self, message: str = "", *, delay: float | timedelta | None = None) -> None:
         super().__init__(message or "the handler asked to be retried")
-        self.delay = delay.total_seconds() if isinstance(delay, timedelta) else delay
+        self.delay = None if delay is None else seconds_of(delay)
+
+
+def seconds_of(delay: object) -> float:
+    """Return the delay of a retry in seconds. Raises ValueError for an invalid delay."""
+    number: Any = delay.total_seconds() if isinstance(delay, timedelta) else delay
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if not (is_number and 0 <= number <= LONGEST_DELAY):
+        raise ValueError(
+            f"Retry(delay=…) must be a timedelta or a number of seconds from 0 to "
+            f"{LONGEST_DELAY:.0f}, not {_shown(delay)}."
+        )
+    return float(number)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)[:100]
+    except Exception:  # repr() refuses an integer with thousands of digits.
+        return f"this {type(value).__name__}"
 
 
 class Discard(Exception):
-    """Raise in a handler to give up at once: no retry, straight to the dead letters."""
+    """Raise this exception in a handler to make the event a dead letter without a retry."""

@@ -1,7 +1,8 @@
-"""Lanes: which keys have events waiting, and what holds them up.
+"""List lanes, release them, and skip their first events.
 
-An event's key is its lane. The events of a lane are handled one at a time, oldest first; while the
-first waits for its retry, or is a dead letter that blocks, the others wait with it.
+The waiting events of a key are its lane. They are handled one at a time, oldest first. While the
+first event waits for a retry or is held, or a dead letter blocks the lane, all events of the lane
+wait.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from django.db.models import Q
+from django.db.models import F, Q
 
-from django_eventbus import failures
 from django_eventbus.conf import settings
+from django_eventbus.errors import failures
 from django_eventbus.models import EventLane, EventLog, QueuedEvent
-from django_eventbus.publishing import wake_on_commit
+from django_eventbus.publishing.wakeup import wake_on_commit
 from django_eventbus.store import Store, store_for
-from django_eventbus.store.rows import NEVER
 
 COUNTED = 1000
 
@@ -27,21 +27,23 @@ COUNTED = 1000
 class LaneState(StrEnum):
     READY = "ready"
     RUNNING = "running"
-    #: For the time of its first event's retry.
+    #: The first event is due later, for example for a retry, is handed off to another executor
+    #: (``head.handed_off_to``), or a flow control holds it.
     WAITING = "waiting"
-    #: By a dead letter: until it is retried or purged, or the lane is released.
+    #: A dead letter blocks the lane until it is retried or purged, or until the lane is released.
     BLOCKED = "blocked"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """A key with events waiting, as it was when it was looked at."""
+    """A snapshot of one lane."""
 
     queue: str
     key: str
     state: LaneState
-    ready_at: datetime
-    #: How many events are routed to it; counting stops at 1,000.
+    #: None while a flow control holds the first event, or a dead letter blocks the lane.
+    ready_at: datetime | None
+    #: The number of events in the lane; counting stops at 1,000.
     depth: int
     head: QueuedEvent | None
     blocked_by: uuid.UUID | None
@@ -55,19 +57,21 @@ def list(
     offset: int = 0,
     using: str | None = None,
 ) -> builtins.list[Lane]:
-    """Those that have waited longest first."""
+    """Return lanes, sorted by ready time. Held and blocked lanes are last."""
     store = store_for(using)
     rows = store.lanes if queue is None else store.lanes.filter(queue=queue)
     now = store.read_clock()
     if state is not None:
         rows = rows.filter(in_state(LaneState(state), now))
-    found = rows.order_by("ready_at", "id")[offset : offset + limit]
+    found = rows.order_by(F("ready_at").asc(nulls_last=True), "id")[offset : offset + limit]
     return [described(store, row, now) for row in found]
 
 
 def release(key: str, *, queue: str | None = None, using: str | None = None) -> bool:
-    """Let a lane go on now: its first event is retried at once, or passes the dead letter that
-    blocks it. False if the lane is not there or is being handled."""
+    """Make a lane ready, although its first event waits or is held, or a dead letter blocks it.
+
+    Returns False if there is no such lane, or if a worker owns the lane.
+    """
     store = store_for(using)
     released = store.free_lane(queue or settings.QUEUE, key)
     wake_on_commit(store.using)
@@ -77,9 +81,9 @@ def release(key: str, *, queue: str | None = None, using: str | None = None) -> 
 def skip(
     key: str, *, queue: str | None = None, reason: str = "", using: str | None = None
 ) -> EventLog | None:
-    """Discard the first event of a lane; it becomes a dead letter that can still be retried.
+    """Discard the first event of a lane. The event becomes a dead letter, which can be retried.
 
-    None if the lane is not there or is being handled.
+    Returns None if there is no such lane, or if a worker owns the lane.
     """
     store = store_for(using)
     error = failures.decided("Skipped", reason or "skipped by an operator", at=store.read_clock())
@@ -105,8 +109,9 @@ def in_state(state: LaneState, now: datetime) -> Q:
     ready = Q(ready_at__lte=now)
     return {
         LaneState.RUNNING: running,
-        # When it is ready is said as well because there is an index of it.
-        LaneState.BLOCKED: ~running & blocked & Q(ready_at__gte=NEVER),
+        # In a blocked lane, ready_at and held_by are always NULL. These two conditions exclude no
+        # row, but the database can use the index of lanes only if the query contains them.
+        LaneState.BLOCKED: ~running & blocked & Q(ready_at__isnull=True, held_by__isnull=True),
         LaneState.READY: ~running & ~blocked & ready,
         LaneState.WAITING: ~running & ~blocked & ~ready,
     }[state]
@@ -117,4 +122,5 @@ def state_of(row: EventLane, now: datetime) -> LaneState:
         return LaneState.RUNNING
     if row.blocked_by is not None:
         return LaneState.BLOCKED
-    return LaneState.READY if row.ready_at <= now else LaneState.WAITING
+    is_ready = row.ready_at is not None and row.ready_at <= now
+    return LaneState.READY if is_ready else LaneState.WAITING

@@ -1,19 +1,20 @@
-"""Events that still wait, and what an operator may do with them: run now, cancel."""
+"""Run waiting events now, or cancel them."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Collection
 
-from django_eventbus import failures
-from django_eventbus.publishing import wake_on_commit
+from django_eventbus.errors import failures
+from django_eventbus.publishing.wakeup import wake_on_commit
 from django_eventbus.store import Store, store_for
 
 
 def run_now(event_ids: Collection[uuid.UUID], *, using: str | None = None) -> int:
-    """Make events ready that wait for their time or their retry; returns how many.
+    """Make waiting events ready, although they are due later; return the number of changed events.
 
-    Passed over is what is ready or being handled, and what waits behind another of its key.
+    Skips events that are already ready or running, and events that wait for an earlier event of
+    their key.
     """
     store = store_for(using)
     hastened = store.hasten(_row_ids(store, event_ids))
@@ -22,9 +23,9 @@ def run_now(event_ids: Collection[uuid.UUID], *, using: str | None = None) -> in
 
 
 def cancel(event_ids: Collection[uuid.UUID], *, reason: str = "", using: str | None = None) -> int:
-    """Discard events: they become dead letters that can still be retried; returns how many.
+    """Discard events and return their number. Discarded events are dead letters and can be retried.
 
-    Passed over is what is being handled.
+    Skips events that are running.
     """
     store = store_for(using)
     message = reason or "cancelled by an operator"

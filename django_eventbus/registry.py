@@ -1,45 +1,51 @@
-"""Who handles what: handlers, patterns, priorities.
+"""Handlers, and the event types that each of them receives.
 
-Handlers are known to this process only; the database stores their names. ``handler`` declares
-one where the function stands, ``subscribe`` at run time.
+``handler`` declares a handler where the function is defined, ``subscribe`` declares it at run time.
+Each process has its registry in memory; the database stores only the names of handlers.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 import threading
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from asgiref.sync import iscoroutinefunction
 
 from django_eventbus.conf import settings
-from django_eventbus.events import (
-    MAX_NAME_LENGTH,
-    Event,
-    check_name,
-    class_for,
-    classes_declared,
-)
+from django_eventbus.errors.suggestions import did_you_mean
+from django_eventbus.events import Envelope, Event, class_for, classes_declared
 from django_eventbus.exceptions import DuplicateHandlerError, EventBusError
-from django_eventbus.pacing import CircuitBreaker, Limits, Rate
+from django_eventbus.executors import Executor, executor_of
+from django_eventbus.policies import CircuitBreaker, Limits, Rate, check_pace, check_policy
 from django_eventbus.retries import A_CENTURY, RetryPolicy
+from django_eventbus.schema.names import MAX_NAME_LENGTH, check_name
+from django_eventbus.schema.patterns import by_specificity, matches
 
-F = TypeVar("F", bound=Callable[..., Any])
 Subject = str | type[Event]
 
-#: Who runs a handler; integrations add theirs.
-EXECUTORS = {"worker"}
+F = TypeVar("F", bound=Callable[[Envelope[Any]], Any])
+E = TypeVar("E", bound=Event)
+E2 = TypeVar("E2", bound=Event)
+R = TypeVar("R")
+
+#: Functions that yield the event types that an integration publishes, each with the text of its
+#: origin, such as "a bridge from auth.User". Integrations append their functions to this list; a
+#: system check calls them.
+TYPE_SOURCES: list[Callable[[], Iterable[tuple[str, str]]]] = []
+
+#: The policies for an event that has no handler.
+UNHANDLED_POLICIES = ("retry", "complete")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Handler:
-    """A function, what it is called for, and how."""
+    """A function, its event types and its options."""
 
     name: str
     func: Callable[..., Any]
@@ -48,13 +54,15 @@ class Handler:
     retry: RetryPolicy | Mapping[str, Any] | None = None
     timeout: float | None = None
     atomic: bool = True
-    executor: str = "worker"
+    isolated: bool = False
     breaker: CircuitBreaker | Mapping[str, Any] | bool | None = None
     max_running: int | None = None
     rate: str | None = None
+    #: The executor that runs the handler; None for the event workers.
+    executor: Executor | None = None
     is_async: bool = False
     position: int = 0
-    #: What ``subscribe`` gives and ``unsubscribe`` takes.
+    #: Identifies the subscription for ``unsubscribe``.
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
 
     def handles(self, type_name: str) -> bool:
@@ -68,7 +76,10 @@ class Handler:
 
     @property
     def limits(self) -> Limits | None:
-        """None if it may run whenever there is something for it."""
+        """The breaker, rate and limit on concurrency of this handler, or None if it has none.
+
+        All workers share these limits.
+        """
         limits = Limits(
             breaker=self._breaker(),
             max_running=self.max_running,
@@ -93,21 +104,64 @@ class Handler:
         return settings.HANDLER_TIMEOUT if self.timeout is None else self.timeout
 
 
-def handler(*subjects: Subject, **options: Any) -> Callable[[F], F]:
+class HandlerOptions(TypedDict, total=False):
+    """The options of ``handler`` and ``subscribe``, for type checkers."""
+
+    name: str | None
+    priority: int
+    retry: RetryPolicy | Mapping[str, Any] | None
+    timeout: float | None
+    atomic: bool | None
+    isolated: bool
+    breaker: CircuitBreaker | Mapping[str, Any] | bool | None
+    max_running: int | None
+    rate: str | None
+    executor: Executor | str | None
+
+
+# The overloads overlap: the third one accepts classes too. Type checkers use the first overload
+# that matches.
+@overload
+def handler(  # type: ignore[overload-overlap]
+    subject: type[E], /, **options: Unpack[HandlerOptions]
+) -> Callable[[Callable[[Envelope[E]], R]], Callable[[Envelope[E]], R]]: ...
+
+
+@overload
+def handler(  # type: ignore[overload-overlap]
+    subject: type[E], other: type[E2], /, **options: Unpack[HandlerOptions]
+) -> Callable[[Callable[[Envelope[E | E2]], R]], Callable[[Envelope[E | E2]], R]]: ...
+
+
+@overload
+def handler(
+    subject: Subject, /, *subjects: Subject, **options: Unpack[HandlerOptions]
+) -> Callable[[F], F]: ...
+
+
+def handler(*subjects: Subject, **options: Unpack[HandlerOptions]) -> Callable[..., Any]:
     """Declare a function as a handler of one or more event types, patterns or event classes::
 
         @handler("order.*", retry=RetryPolicy(max_retries=5), timeout=10)
         def reserve_stock(event): ...
 
-    Options: ``name`` (what the database stores; default: app and function name), ``priority``
-    (higher first), ``retry`` (a RetryPolicy, or a dict that overrides the project's), ``timeout``
-    (seconds), ``atomic`` (False: no transaction is open while it runs), ``executor``; of its pace
-    in all workers together: ``breaker`` (a CircuitBreaker, a dict that overrides the project's, or
-    False), ``max_running`` (at most so many at a time), ``rate`` (``"100/m"``).
+    Options: ``name`` (stored in the database; default: app and function name), ``priority``
+    (a handler with a higher priority runs first), ``retry`` (a RetryPolicy, or a dict that
+    overrides values of the project's policy), ``timeout`` (seconds), ``atomic`` (False: no
+    transaction is open while the handler runs), ``isolated`` (True: the handler shares its
+    transaction with no other event). These options apply to all workers together: ``breaker`` (a
+    CircuitBreaker, a dict that overrides values of the project's breaker, True for the defaults, or
+    False for none), ``max_running`` (calls at the same time), ``rate`` (such as ``"100/m"``).
+    ``executor`` says which processes run the handler: ``"worker"`` (the default), ``"celery"``,
+    ``"task"``, a CeleryExecutor or a TaskExecutor.
+
+    For type checkers, the argument of the function is ``Envelope[OrderPaid]`` for one event class,
+    ``Envelope[OrderPaid | OrderSent]`` for two event classes, and ``Envelope[Any]`` otherwise.
     """
 
     if subjects and inspect.isfunction(subjects[0]):
-        raise EventBusError(f'write @handler("…") over {subjects[0].__qualname__}: handles what?')
+        name = subjects[0].__qualname__
+        raise EventBusError(f'@handler needs an event type: @handler("order.placed") above {name}')
     for option in options.keys() - _OPTIONS:
         raise EventBusError(f"@handler has no option {option!r}{did_you_mean(option, _OPTIONS)}")
 
@@ -118,34 +172,54 @@ def handler(*subjects: Subject, **options: Any) -> Callable[[F], F]:
     return register
 
 
+@overload
+def subscribe(
+    subject: type[E], func: Callable[[Envelope[E]], Any], **options: Unpack[HandlerOptions]
+) -> Handler: ...
+
+
+@overload
+def subscribe(
+    subject: str | tuple[Subject, ...],
+    func: Callable[[Envelope[Any]], Any],
+    **options: Unpack[HandlerOptions],
+) -> Handler: ...
+
+
 def subscribe(
     subject: Subject | tuple[Subject, ...],
-    func: Callable[..., Any],
+    func: Callable[[Envelope[Any]], Any],
     *,
     name: str | None = None,
     priority: int = 0,
     retry: RetryPolicy | Mapping[str, Any] | None = None,
     timeout: float | None = None,
     atomic: bool | None = None,
-    executor: str = "worker",
+    isolated: bool = False,
     breaker: CircuitBreaker | Mapping[str, Any] | bool | None = None,
     max_running: int | None = None,
     rate: str | None = None,
+    executor: Executor | str | None = None,
 ) -> Handler:
-    """Register a handler and return its subscription, which has an ``id``."""
+    """Register a handler at run time, with the options of ``handler``.
+
+    Returns the subscription. Pass the subscription or its ``id`` to ``unsubscribe``.
+    """
     is_async = iscoroutinefunction(func) or iscoroutinefunction(type(func).__call__)
+    handler_name = name if name is not None else default_name(func)
     new = Handler(
-        name=name if name is not None else default_name(func),
+        name=handler_name,
         func=func,
         subjects=subject if isinstance(subject, tuple) else (subject,),
         priority=priority,
         retry=retry,
         timeout=timeout,
         atomic=not is_async if atomic is None else atomic,
-        executor=executor,
+        isolated=isolated,
         breaker=breaker,
         max_running=max_running,
         rate=rate,
+        executor=executor_of(executor, handler_name),
         is_async=is_async,
     )
     _check(new)
@@ -153,10 +227,13 @@ def subscribe(
 
 
 def _check(new: Handler) -> None:
-    """What would only show when the first event comes is refused where it is written."""
+    """Validate a new handler when it is declared, not when its first event arrives.
+
+    Raises EventBusError for an invalid option.
+    """
     check_name(new.name, "the handler name")
     if not new.subjects:
-        raise EventBusError(f"{new.name} must name what it handles: a type or a pattern")
+        raise EventBusError(f"{new.name} needs at least one event type or pattern")
     for each in new.subjects:
         if isinstance(each, str):
             check_name(each, "the pattern")
@@ -166,14 +243,19 @@ def _check(new: Handler) -> None:
             )
     _check_signature(new)
     if inspect.isgeneratorfunction(new.func) or inspect.isasyncgenfunction(new.func):
-        raise EventBusError(f"{new.name} is a generator: calling it runs nothing of it")
+        raise EventBusError(
+            f"{new.name} is a generator function: calling it would not run its code"
+        )
     if new.is_async and new.atomic:
         raise EventBusError(
-            f"{new.name} is async and cannot be atomic: Django has no async transactions"
+            f"{new.name} is async and cannot be atomic: remove atomic=True, because Django has no "
+            "async transactions"
         )
-    if new.executor not in EXECUTORS:
-        hint = did_you_mean(str(new.executor), EXECUTORS)
-        raise EventBusError(f"unknown executor {new.executor!r}{hint}")
+    if new.isolated and not new.atomic:
+        raise EventBusError(
+            f"{new.name} is isolated and not atomic: isolated=True needs the transaction of an "
+            "atomic handler"
+        )
     if not isinstance(new.priority, int) or isinstance(new.priority, bool):
         raise EventBusError(f"the priority of {new.name} must be an integer: {new.priority!r}")
     if new.timeout is not None and not (
@@ -182,83 +264,51 @@ def _check(new: Handler) -> None:
         raise EventBusError(
             f"the timeout of {new.name} must be a positive number, not {new.timeout!r}"
         )
-    _check_policy(new, "retry", RetryPolicy)
+    check_policy(new.name, "retry", new.retry, RetryPolicy)
     if not isinstance(new.breaker, bool):
-        _check_policy(new, "breaker", CircuitBreaker)
-    _check_pace(new)
+        check_policy(new.name, "breaker", new.breaker, CircuitBreaker)
+    check_pace(new.name, new.max_running, new.rate)
 
 
 def _check_signature(new: Handler) -> None:
     try:
         inspect.signature(new.func).bind(None)
     except TypeError:
-        raise EventBusError(f"{new.name} must take the event as its one argument") from None
+        raise EventBusError(f"{new.name} must take the event as its only argument") from None
     except ValueError:
-        return  # some functions written in C do not tell
-
-
-def _check_policy(new: Handler, option: str, policy: type[RetryPolicy | CircuitBreaker]) -> None:
-    given = getattr(new, option)
-    if given is None or isinstance(given, policy):
-        return
-    if not isinstance(given, Mapping):
-        raise EventBusError(
-            f"the {option} of {new.name} must be a {policy.__name__} or a dict, not {given!r}"
-        )
-    known = {each.name for each in fields(policy)}
-    for name in given:
-        if name not in known:
-            hint = did_you_mean(str(name), known)
-            raise EventBusError(f"the {option} of {new.name} has the unknown key {name!r}{hint}")
-    try:
-        policy(**given)
-    except ValueError as error:
-        raise EventBusError(f"the {option} of {new.name}: {error}") from None
-
-
-def _check_pace(new: Handler) -> None:
-    most = new.max_running
-    if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        raise EventBusError(
-            f"the max_running of {new.name} must be a whole number from 1 up, not {most!r}; "
-            "gates.pause(handler=…) keeps it from running at all"
-        )
-    if new.rate is None:
-        return
-    try:
-        Rate.parse(str(new.rate))
-    except ValueError as error:
-        raise EventBusError(f"the rate of {new.name}: {error}") from None
+        return  # Some functions written in C have no signature.
 
 
 _OPTIONS = inspect.signature(subscribe).parameters.keys() - {"subject", "func"}
 
 
 def unsubscribe(subscription: Handler | str) -> None:
-    """Forget a subscription, given it or its id. Unknown ones are ignored."""
+    """Remove a subscription. Pass the subscription or its id; an unknown id is ignored."""
     registry.remove(subscription.id if isinstance(subscription, Handler) else subscription)
 
 
 class HandlersOfType:
     """The handlers of one event type, higher priority first, then in order of registration."""
 
-    __slots__ = ("all", "atomic", "names", "outside")
+    __slots__ = ("all", "atomic", "has_executors", "isolated", "names", "outside")
 
     def __init__(self, handlers: list[Handler]) -> None:
         self.all = handlers
         self.names = frozenset(each.name for each in handlers)
         self.atomic = [each for each in handlers if each.atomic]
         self.outside = [each for each in handlers if not each.atomic]
+        self.isolated = any(each.isolated for each in handlers)
+        self.has_executors = any(each.executor is not None for each in handlers)
 
 
 class Registry:
-    """The handlers of this process, and a memory of who handles which type."""
+    """The handlers of this process, with a cache of the handlers of each type."""
 
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
         self._by_type: dict[str, HandlersOfType] = {}
         self._classes_known = 0
-        #: Moves with every handler that comes or goes.
+        #: A counter that increases whenever a handler is added or removed.
         self.changes = 0
         self._positions = itertools.count()
         self._lock = threading.Lock()
@@ -268,17 +318,16 @@ class Registry:
             known = self._handlers.get(new.name)
             if known is not None and not _same_source(known, new):
                 raise DuplicateHandlerError(
-                    f"{_source(new.func)} and {_source(known.func)} both claim the handler name "
+                    f"{_source(new.func)} and {_source(known.func)} both have the handler name "
                     f"{new.name!r}; give one of them another name="
                 )
             if known is not None and set(known.subjects) != set(new.subjects):
                 raise DuplicateHandlerError(
-                    f"{_source(new.func)} is registered twice; give all its patterns in one "
-                    f"@handler(…), or each registration a name= of its own; two functions of this "
-                    f"name need two names"
+                    f"{_source(new.func)} is registered twice with different patterns: pass all "
+                    f"patterns to one @handler(…), or give each registration its own name="
                 )
             object.__setattr__(new, "position", next(self._positions))
-            # A new dict: whoever is going through the old one is not disturbed.
+            # Create a new dict, because other threads may be iterating over the old dict.
             self._handlers = {**self._handlers, new.name: new}
             self._by_type = {}
             self.changes += 1
@@ -294,19 +343,22 @@ class Registry:
 
     def handlers_for(self, type_name: str) -> HandlersOfType:
         if self._classes_known != classes_declared():
-            # A class declared after its type was looked up has handlers of its bases.
+            # A new event class was declared. If its type is already in the cache, the entry lacks
+            # the handlers of the base classes, so the cache is cleared.
             self._classes_known, self._by_type = classes_declared(), {}
-        memory = self._by_type
-        found = memory.get(type_name)
+        cached = self._by_type
+        found = cached.get(type_name)
         if found is None:
             matching = [each for each in self._handlers.values() if each.handles(type_name)]
             found = HandlersOfType(
                 sorted(matching, key=lambda each: (-each.priority, each.position))
             )
-            if len(memory) >= _REMEMBERED_TYPES:
-                memory.clear()
-            # Into the memory of before: who subscribed meanwhile has begun another.
-            memory[type_name] = found
+            if len(cached) >= _MAX_CACHED_TYPES:
+                cached.clear()
+            # If another thread adds a handler meanwhile, ``found`` is outdated. That thread also
+            # replaces ``self._by_type``, so this line writes to the old dict, which is not read
+            # again.
+            cached[type_name] = found
         return found
 
     def get(self, name: str) -> Handler | None:
@@ -316,61 +368,47 @@ class Registry:
         return list(self._handlers.values())
 
 
-#: Types may carry ids (``order.7.shipped``), so the memory of them must have an end.
-_REMEMBERED_TYPES = 10_000
+#: Types may contain ids (``order.7.shipped``), so their number is unlimited, and the cache must not
+#: store all of them.
+_MAX_CACHED_TYPES = 10_000
 
 registry = Registry()
 
 
 def covers(subject: Subject, type_name: str) -> bool:
-    """Does this type name, pattern or event class stand for events of that type?"""
+    """Return whether a type name, pattern or event class includes events of this type."""
     if isinstance(subject, str):
         return matches(subject, type_name)
     cls = class_for(type_name)
     return cls is not None and issubclass(cls, subject)
 
 
-def matches(pattern: str, type_name: str) -> bool:
-    """``*`` stands for any non-empty run of characters, dots included; nothing else is special.
+def unhandled_policy(type_name: str) -> str:
+    """Return the policy of EVENTBUS["UNHANDLED"] for this type.
 
-    Literal pieces are found from left to right, so the time is linear however many stars.
+    If several patterns match, the most specific pattern decides.
     """
-    first, *rest = pattern.split("*")
-    if not rest:
-        return pattern == type_name
-    if not type_name.startswith(first):
-        return False
-    position = len(first)
-    *middle, last = rest
-    for piece in middle:
-        if not piece:
-            continue  # a run of stars is one star
-        position = type_name.find(piece, position + 1)
-        if position < 0:
-            return False
-        position += len(piece)
-    return len(type_name) - len(last) > position and type_name.endswith(last)
+    given = settings.UNHANDLED
+    if isinstance(given, str):
+        return given
+    fitting = [pattern for pattern in given if matches(pattern, type_name)]
+    return given[min(fitting, key=by_specificity)] if fitting else "retry"
 
 
 def default_name(func: Callable[..., Any]) -> str:
-    """App and function: ``shop.reserve_stock`` for a function of ``shop/handlers.py``."""
+    """Return the app and function name, such as ``shop.reserve_stock`` in ``shop/handlers.py``."""
     if not hasattr(func, "__qualname__"):
-        raise EventBusError(f"{func!r} has no name of its own: give it one with name=")
+        raise EventBusError(f"{func!r} has no __qualname__: pass name=")
     module = func.__module__.removesuffix(".handlers").removesuffix(".events")
     return f"{module}.{func.__qualname__}"
 
 
-def did_you_mean(word: str, choices: Any) -> str:
-    """What to append to an error: the likely choice, else the choices there are."""
-    known = sorted(map(str, choices))
-    close = difflib.get_close_matches(word, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; choose from {', '.join(map(repr, known))}" if known else ""
-
-
 def _same_source(one: Handler, other: Handler) -> bool:
-    """The same function, or the one its module defines after a reload."""
+    """Return whether both handlers have the same function.
+
+    A reload of a module creates a new function, so functions with equal names count as the same,
+    except lambdas and local functions, whose names are not unique.
+    """
     if one.func is other.func:
         return True
     source = _source(one.func)

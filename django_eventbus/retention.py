@@ -1,4 +1,4 @@
-"""How long the log keeps what has ended. Completed events and dead letters are purged apart."""
+"""Purge completed events or dead letters from the log."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from django_eventbus.models import DEAD_STATUSES, EventLog, LogStatus
 from django_eventbus.store import Store, store_for
 
 BATCH = 1000
-#: SQLite compares times as texts, and writes its own to the millisecond.
+#: The precision of SQLite's clock. SQLite compares times as text, so time ranges in queries are
+#: extended by this duration.
 PRECISION = timedelta(milliseconds=1)
 COMPLETED = LogStatus.COMPLETED.lower()
-#: All dead letters; each kind of them also has its own name.
+#: The value of ``status`` that selects all dead letters. The other values in STATUSES, except
+#: COMPLETED, select the dead letters with one status, such as "failed".
 DEAD = "dead"
 STATUSES = (COMPLETED, DEAD, *(each.lower() for each in DEAD_STATUSES))
 
@@ -30,11 +32,11 @@ def purge(
     using: str | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> int:
-    """Delete events from the log that ended by then; returns how many.
+    """Delete the events from the log that are older than an age or a time; return their number.
 
-    Only completed ones, unless ``status`` says otherwise: ``"dead"``, or one of ``"failed"``,
-    ``"discarded"``, ``"completed_with_errors"``. Each batch is a transaction of its own, so do not
-    call this inside of one: a handler that does needs ``atomic=False``.
+    ``status`` is ``"completed"``, ``"dead"``, or a status of dead letters: ``"failed"``,
+    ``"discarded"``, ``"completed_with_errors"``. Each batch is a transaction, so do not call this
+    function inside a transaction: a handler that calls it needs ``atomic=False``.
     """
     store = store_for(using)
     rows = ended(older_than, status=status, using=store.using)
@@ -44,7 +46,7 @@ def purge(
 def ended(
     older_than: timedelta | datetime, *, status: str = COMPLETED, using: str | None = None
 ) -> QuerySet[EventLog]:
-    """The events that ``purge()`` would delete."""
+    """Return the events that ``purge()`` would delete."""
     if status not in STATUSES:
         raise ValueError(f"status must be one of {', '.join(STATUSES)}, not {status!r}")
     store = store_for(using)
@@ -62,7 +64,7 @@ def purge_in_batches(
     batch_size: int = BATCH,
     progress: Callable[[int], None] = lambda done: None,
 ) -> int:
-    """Delete rows of a query on the log, oldest first, a transaction for each batch."""
+    """Delete rows of a query on the log, oldest first; each batch is a transaction."""
     purged, most = 0, sys.maxsize if limit is None else limit
     left = rows
     while deleted := store.purge(left, limit=min(batch_size, most - purged)):
@@ -71,14 +73,15 @@ def purge_in_batches(
         oldest = left.order_by("finished_at").values_list("finished_at", flat=True).first()
         if oldest is None:
             break
-        # Deleted rows stay in the index while any snapshot may see them, such as a nightly dump's:
-        # each batch begins where the last one ended, and walks over none of them.
+        # PostgreSQL keeps deleted rows in the index while an older snapshot, for example of
+        # pg_dump, may read them. The next batch starts at the oldest row that is left, so that its
+        # index scan skips the deleted rows.
         left = rows.filter(finished_at__gte=oldest - PRECISION)
     return purged
 
 
 def moment(store: Store, older_than: timedelta | datetime) -> datetime:
-    """A time ago is counted by the database's clock."""
+    """Return ``older_than`` as a time. An age is subtracted from the database's time."""
     if isinstance(older_than, datetime):
         return older_than
     return store.read_clock() - older_than

@@ -1,23 +1,23 @@
-"""How often, and when again: policies and the pure decision after a failure."""
+"""Retry policies, and the decision whether a failed handler is retried."""
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 from django_eventbus.conf import settings
-from django_eventbus.exceptions import Discard, Retry
+from django_eventbus.exceptions import LONGEST_DELAY, Discard, Retry, seconds_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
-    """When a failed handler is tried again.
+    """The number and delays of the retries of a failed handler.
 
-    Attempt N (N >= 2) waits ``min(base_delay * multiplier ** (N - 2), max_delay)`` seconds, give
-    or take ``jitter`` of that; after ``max_retries + 1`` attempts the handler is dead.
+    The delay before attempt N (N >= 2) is ``min(base_delay * multiplier ** (N - 2), max_delay)``
+    seconds. A random time of at most ``jitter * delay`` is added or subtracted. After
+    ``max_retries + 1`` attempts the handler is dead.
     """
 
     max_retries: int = 3
@@ -36,11 +36,11 @@ class RetryPolicy:
 
     @classmethod
     def default(cls, **overrides: Any) -> Self:
-        """The project's policy (``EVENTBUS["RETRY"]``) with some values replaced."""
+        """Return the project's policy (``EVENTBUS["RETRY"]``) with some values replaced."""
         return cls(**{**settings.RETRY, **overrides})
 
     def wait_before(self, attempt: int) -> float:
-        """Seconds between attempt N-1 and attempt N, without jitter."""
+        """Return the seconds between attempt N-1 and attempt N, without jitter."""
         try:
             wait = self.base_delay * self.multiplier ** (attempt - 2)
         except OverflowError:
@@ -48,7 +48,7 @@ class RetryPolicy:
         return min(wait, self.max_delay)
 
 
-A_CENTURY = 100 * 365 * 24 * 3600.0
+A_CENTURY = LONGEST_DELAY
 
 _BOUNDS = {
     "max_retries": (0, 1_000_000),
@@ -61,17 +61,17 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class RetryIn:
-    """Try again after this many seconds."""
+    """Retry after this number of seconds."""
 
     seconds: float
 
 
 class GiveUp:
-    """The handler is dead: out of retries."""
+    """The handler is dead, because it has no retries left."""
 
 
 class GiveUpAtOnce(GiveUp):
-    """The handler raised Discard."""
+    """The handler is dead, because it raised Discard."""
 
 
 Decision = RetryIn | GiveUp
@@ -84,13 +84,24 @@ def decide(
     error: BaseException,
     rand: Callable[[], float] = random.random,
 ) -> Decision:
-    """What follows after ``failures`` failed attempts, of which ``error`` is the last."""
-    if isinstance(error, Discard):
+    """Return the decision after ``failures`` failed attempts. ``error`` is the last error."""
+    # isinstance() also reads __class__, which an exception may override; type() does not.
+    kind = type(error)
+    if issubclass(kind, Discard):
         return GiveUpAtOnce()
     if failures > policy.max_retries:
         return GiveUp()
-    asked = error.delay if isinstance(error, Retry) else None
-    if isinstance(asked, int | float) and not math.isnan(asked):
-        return RetryIn(min(max(0.0, asked), A_CENTURY))
+    asked = _asked(error) if issubclass(kind, Retry) else None
+    if asked is not None:
+        return RetryIn(asked)
     wait = policy.wait_before(failures + 1)
     return RetryIn(wait * (1 + policy.jitter * (2 * rand() - 1)))
+
+
+def _asked(error: BaseException) -> float | None:
+    """Return the delay of a Retry; None if it has no delay, or a subclass has an invalid delay."""
+    try:
+        delay: Any = error.delay  # type: ignore[attr-defined]
+        return None if delay is None else seconds_of(delay)
+    except Exception:
+        return None

@@ -1,8 +1,8 @@
-"""What the bus tells about itself: Django signals, and the log lines made from them.
+"""Django signals about events, and the log lines that are written for them.
 
-All are sent after the facts they tell are committed (those about publishing excepted: they are
-sent inside the publisher's transaction), with ``send_robust``: a failing receiver is logged and
-cannot harm an event.
+Signals about publishing are sent inside the publisher's transaction, all other signals after the
+commit. All signals are sent with ``send_robust``: if a receiver raises an error, Django logs the
+error, and the event is not affected.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 from django.dispatch import Signal, receiver
 
-from django_eventbus.failures import one_line
+from django_eventbus.errors.text import one_line
 
 logger = logging.getLogger("django_eventbus")
 
 #: event: QueuedEvent
 event_published = Signal()
-#: event: QueuedEvent (not stored), limit: str (its name in the settings)
+#: event: QueuedEvent (not stored), limit: str (the name of the limit in the settings)
 event_dropped = Signal()
-#: event: QueuedEvent (with the payload that stands), limit: str
+#: event: QueuedEvent (with the new payload), limit: str
 event_coalesced = Signal()
 #: event: ClaimedEvent, handler: str, attempt: int, seconds: float
 delivery_succeeded = Signal()
@@ -35,61 +35,65 @@ delivery_failed = Signal()
 #: event: ClaimedEvent, status: str
 event_dead_lettered = Signal()
 #: kind: "queue", "type" or "handler", name: str, by: str, reason: str
-gate_paused = Signal()
+flow_paused = Signal()
 #: kind: "queue", "type" or "handler", name: str, by: str
-gate_resumed = Signal()
+flow_resumed = Signal()
 #: handler: str, calls: int, failures: int
 breaker_opened = Signal()
-#: handler: str, by: str (empty: its probe succeeded)
+#: handler: str, by: str (empty if a successful probe closed the breaker)
 breaker_closed = Signal()
 
 
-class Sparingly:
-    """Says a thing at once; what follows within ``every`` seconds it says together, at their end
-    or with the process. Nothing that happened stays unsaid."""
+class RateLimitedLog:
+    """A log that writes at most one line per ``every`` seconds for similar events.
+
+    The first event is logged at once. Events of the next ``every`` seconds are counted, and one
+    line reports their number. Lines that are still delayed are written when the process exits.
+    """
 
     def __init__(
         self,
-        say: Callable[[str, int, str], None],
+        write: Callable[[str, int, str], None],
         every: float,
         *,
         clock: Callable[[], float] = time.monotonic,
         later: Callable[[float, Callable[[], None]], None] | None = None,
     ) -> None:
-        self._say = say
+        self._write = write
         self._every = every
         self._clock = clock
         self._later = later or _in_a_thread
         self._lock = threading.Lock()
-        self._held: dict[str, _Held] = {}
+        self._delayed: dict[str, _Delayed] = {}
         atexit.register(self.flush)
 
-    def note(self, what: str, last: str) -> None:
-        """It has happened once more, and ``last`` is what tells this time from others."""
+    def add(self, what: str, last: str) -> None:
+        """Log an event of the kind ``what``, now or later. ``last`` describes this event."""
         with self._lock:
-            now, held = self._clock(), self._held.get(what)
-            if held is not None and now < held.until:
-                held.times, held.last = held.times + 1, last
-                if held.times == 1:
-                    self._later(held.until - now, self.flush)
+            now, line = self._clock(), self._delayed.get(what)
+            if line is not None and now < line.until:
+                line.times, line.last = line.times + 1, last
+                if line.times == 1:
+                    self._later(line.until - now, self.flush)
                 return
-            # A process that was forked meanwhile has what was held, but no thread to say it.
-            times = 1 + (held.times if held else 0)
-            self._held[what] = _Held(now + self._every)
-        self._say(what, times, last)
+            # A forked process inherits delayed lines, but not the thread that would write them. So
+            # this line also reports the events that the delayed line has counted.
+            times = 1 + (line.times if line else 0)
+            self._delayed[what] = _Delayed(now + self._every)
+        self._write(what, times, last)
 
     def flush(self) -> None:
-        """Say all that is held."""
+        """Write all delayed log lines."""
         with self._lock:
-            unsaid = [(what, held) for what, held in self._held.items() if held.times]
-            for what, _held in unsaid:
-                self._held[what] = _Held(self._clock() + self._every)
-        for what, held in unsaid:
-            self._say(what, held.times, held.last)
+            delayed = [(what, line) for what, line in self._delayed.items() if line.times]
+            for what, _line in delayed:
+                self._delayed[what] = _Delayed(self._clock() + self._every)
+        for what, line in delayed:
+            self._write(what, line.times, line.last)
 
 
 @dataclass(slots=True)
-class _Held:
+class _Delayed:
     until: float
     times: int = 0
     last: str = ""
@@ -101,21 +105,21 @@ def _in_a_thread(seconds: float, action: Callable[[], None]) -> None:
     timer.start()
 
 
-def _say_dropped(limit: str, times: int, last: str) -> None:
+def _write_dropped(limit: str, times: int, last: str) -> None:
     _log_pressure(logging.WARNING, "dropped", limit, times, last)
 
 
-def _say_coalesced(limit: str, times: int, last: str) -> None:
+def _write_coalesced(limit: str, times: int, last: str) -> None:
     _log_pressure(logging.INFO, "coalesced", limit, times, last)
 
 
 def _log_pressure(level: int, done: str, limit: str, times: int, last: str) -> None:
     logger.log(
         level,
-        "%s %s %s under the limit %s, the last a %s",
+        "%s %s %s by the limit %s, the last of type %s",
+        done,
         times,
         "event" if times == 1 else "events",
-        done,
         limit,
         one_line(last),
         extra={"limit": limit, "event_type": last, done: times},
@@ -123,18 +127,18 @@ def _log_pressure(level: int, done: str, limit: str, times: int, last: str) -> N
 
 
 LOG_PRESSURE_EVERY = 10.0
-_drops = Sparingly(_say_dropped, LOG_PRESSURE_EVERY)
-_merges = Sparingly(_say_coalesced, LOG_PRESSURE_EVERY)
+_drops = RateLimitedLog(_write_dropped, LOG_PRESSURE_EVERY)
+_merges = RateLimitedLog(_write_coalesced, LOG_PRESSURE_EVERY)
 
 
 @receiver(event_dropped)
 def log_dropped(sender: Any, *, event: Any, limit: str, **kwargs: Any) -> None:
-    _drops.note(limit, event.type)
+    _drops.add(limit, event.type)
 
 
 @receiver(event_coalesced)
 def log_coalesced(sender: Any, *, event: Any, limit: str, **kwargs: Any) -> None:
-    _merges.note(limit, event.type)
+    _merges.add(limit, event.type)
 
 
 @receiver(delivery_failed)
@@ -185,7 +189,7 @@ def log_dead_letter(sender: Any, *, event: Any, status: str, **kwargs: Any) -> N
     )
 
 
-@receiver(gate_paused)
+@receiver(flow_paused)
 def log_pause(sender: Any, *, kind: str, name: str, by: str, reason: str, **kwargs: Any) -> None:
     logger.warning(
         "the %s %s is paused by %s: %s",
@@ -193,18 +197,18 @@ def log_pause(sender: Any, *, kind: str, name: str, by: str, reason: str, **kwar
         one_line(name),
         one_line(by),
         one_line(reason) or "no reason given",
-        extra={"gate": kind, "gate_name": name, "by": by, "reason": reason},
+        extra={"flow_control": kind, "flow_control_name": name, "by": by, "reason": reason},
     )
 
 
-@receiver(gate_resumed)
+@receiver(flow_resumed)
 def log_resumption(sender: Any, *, kind: str, name: str, by: str, **kwargs: Any) -> None:
     logger.warning(
         "the %s %s is resumed by %s",
         kind,
         one_line(name),
         one_line(by),
-        extra={"gate": kind, "gate_name": name, "by": by},
+        extra={"flow_control": kind, "flow_control_name": name, "by": by},
     )
 
 

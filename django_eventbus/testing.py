@@ -1,7 +1,7 @@
-"""For tests of projects that use the bus: handle what was published, look at what was published.
+"""Test helpers for projects that use the bus: handle and inspect published events.
 
-Events are rows, so all of this works inside the transaction of a plain ``TestCase``; and handlers
-are run by the worker's own code, so retries, savepoints and dead letters are the real ones.
+Events are rows, so the helpers work inside the transaction of a plain ``TestCase``. The code of the
+worker runs the handlers, so retries, savepoints and dead letters behave as in production.
 """
 
 from __future__ import annotations
@@ -13,22 +13,29 @@ import time
 import unittest
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
-from django_eventbus.batch import Tally
 from django_eventbus.conf import settings
-from django_eventbus.events import ClaimedEvent, Event, encode, plain
+from django_eventbus.delivery.batch import Tally
+from django_eventbus.errors.suggestions import did_you_mean
+from django_eventbus.events import Event
 from django_eventbus.exceptions import Discard, EventBusError, Retry
 from django_eventbus.models import EventFields, EventLog
-from django_eventbus.registry import covers, did_you_mean, registry
+from django_eventbus.outcomes.assignments import EVERY_HANDLER
+from django_eventbus.registry import covers, registry
+from django_eventbus.schema.claims import ClaimedEvent
+from django_eventbus.schema.payloads import encode
+from django_eventbus.schema.typed_payloads import as_json
 from django_eventbus.signals import delivery_failed
 from django_eventbus.store import Store, default_alias, store_for
-from django_eventbus.worker import WorkerOptions, run_here
+from django_eventbus.worker.registration import WorkerOptions
+from django_eventbus.worker.worker import run_here
 
-#: A worker never looks at the very moment; one that did could find a handler not due yet, whose
-#: time is counted from the claim.
+#: ``drain(until=…)`` moves its clock to the next due time plus this many seconds. The due time of
+#: a handler is computed from the time of the claim, so it may be slightly later than the due time
+#: of the event. Without this margin, the handler might not be due yet.
 A_LITTLE_LATE = 0.01
 SHOWN_EVENTS = 20
 SHOWN_CHARACTERS = 200
@@ -42,16 +49,16 @@ def drain(
     queues: tuple[str, ...] | None = None,
     using: str | None = None,
 ) -> Tally:
-    """Handle all that is ready, as a worker would, but in this thread; tell what came of it.
+    """Handle all ready events, as a worker would, but in this thread; return the counts.
 
-    The first error of a handler is raised when the rest is done, unless ``raise_errors`` is
-    False; ``Retry`` and ``Discard`` are a handler's way to say what it wants, not errors. Events
-    that wait for a later time stay where they are, unless time passes ``until`` then: what
-    becomes due on the way, retries included, is handled in its turn. Raises EventBusError after
-    ``max_events``, because events that publish each other would go on for ever.
+    The first error of a handler is raised after all events are handled, unless ``raise_errors`` is
+    False. ``Retry`` and ``Discard`` do not count as errors. Events that wait for a later time
+    remain in the queue. ``until`` simulates the passing of time: all events and retries that become
+    due up to this time are handled in order. Raises EventBusError after ``max_events`` events,
+    because handlers that publish events for each other would never end.
 
-    Schedules do not fire: what a test counts must not depend on the time of day. Publish what one
-    would with ``schedules.run(name)``.
+    Schedules do not fire, because the result of a test must not depend on the time of day. Use
+    ``schedules.run(name)`` to publish the event of a schedule.
     """
     options = WorkerOptions(
         using=using or default_alias(),
@@ -61,7 +68,10 @@ def drain(
         fires_schedules=False,
     )
     with _failures() as errors, _alarm_kept():
-        tally = run_here(options) if until is None else _drain_until(until, options)
+        if until is None:
+            tally = run_here(options, assignment=EVERY_HANDLER)
+        else:
+            tally = _drain_until(until, options)
     if raise_errors and errors:
         raise errors[0]
     if tally.handled + tally.postponed > max_events:
@@ -72,19 +82,20 @@ def drain(
 def published(
     event: str | type[Event] = "*", /, *, using: str | None = None, **subset: Any
 ) -> list[EventFields]:
-    """The events of a type, pattern or class whose payload has these values, oldest first.
+    """Return the events of a type, pattern or class with these payload values, oldest first.
 
-    Those still queued and those already handled; what was rolled back was never published.
+    The result contains queued and ended events. Events that were rolled back do not count as
+    published.
     """
     return [
-        each for each in _standing(using) if covers(event, each.type) and _has(each.payload, subset)
+        each for each in _stored(using) if covers(event, each.type) and _has(each.payload, subset)
     ]
 
 
 def assert_published(
     event: str | type[Event], /, *, using: str | None = None, **subset: Any
 ) -> EventFields:
-    """Fail unless such an event was published; return the latest of them."""
+    """Fail if no matching event was published; otherwise return the latest matching event."""
     __tracebackhide__ = True
     found = published(event, using=using, **subset)
     if not found:
@@ -95,7 +106,7 @@ def assert_published(
 def assert_not_published(
     event: str | type[Event], /, *, using: str | None = None, **subset: Any
 ) -> None:
-    """Fail if such an event was published."""
+    """Fail if a matching event was published."""
     __tracebackhide__ = True
     if published(event, using=using, **subset):
         raise AssertionError(f"{_named(event, subset)} was published. {_shown(using)}")
@@ -103,7 +114,10 @@ def assert_not_published(
 
 @contextmanager
 def capture_events(using: str | None = None) -> Iterator[list[EventFields]]:
-    """A list that has, after the block, the events that were published in it and still stand."""
+    """Yield a list. After the block it contains the events that were published in the block.
+
+    The list does not contain events that were rolled back.
+    """
     before = {each.event_id for each in published(using=using)}
     captured: list[EventFields] = []
     yield captured
@@ -112,7 +126,11 @@ def capture_events(using: str | None = None) -> Iterator[list[EventFields]]:
 
 @contextmanager
 def isolated_handlers(*kept: Callable[..., Any] | str) -> Iterator[None]:
-    """Set all handlers aside but those named, and forget those declared in the block after it."""
+    """Keep only the given handlers during the block.
+
+    After the block, the handlers that existed before the block are restored, and handlers that were
+    declared in the block are removed.
+    """
     before = sorted(registry.all(), key=lambda each: each.position)
     known = {each.name for each in before}
     for name in kept:
@@ -131,12 +149,15 @@ def isolated_handlers(*kept: Callable[..., Any] | str) -> Iterator[None]:
 
 
 def own_handlers() -> AbstractContextManager[None]:
-    """Forget the handlers declared in the block after it."""
+    """Keep all handlers. When the block ends, remove the handlers that were declared in it."""
     return isolated_handlers(*(each.name for each in registry.all()))
 
 
 class EventBusTestMixin(unittest.TestCase):
-    """The same for a ``TestCase``; handlers that a test declares are forgotten when it ends."""
+    """The functions of this module as methods of a ``TestCase``.
+
+    Handlers that a test declares are removed when the test ends.
+    """
 
     drain = staticmethod(drain)
     captureEvents = staticmethod(capture_events)
@@ -149,13 +170,13 @@ class EventBusTestMixin(unittest.TestCase):
 
 
 def _drain_until(until: timedelta | datetime, options: WorkerOptions) -> Tally:
-    """From one due event to the next, as if the time between them had passed."""
+    """Handle the events up to a time, with a clock that skips the time between two events."""
     clock = _Clock(store_for(options.using))
     end = until if isinstance(until, datetime) else clock() + until
     store = store_for(options.using, clock=clock)
     tally = Tally()
     while True:
-        done = run_here(options, clock=clock)
+        done = run_here(options, clock=clock, assignment=EVERY_HANDLER)
         tally.add(done)
         now = clock()
         wait = store.next_due(options.queues)
@@ -168,7 +189,7 @@ def _drain_until(until: timedelta | datetime, options: WorkerOptions) -> Tally:
 
 
 class _Clock:
-    """The database's clock; it goes on by itself and can be put forward."""
+    """A clock that starts at the database's time and can be moved forward."""
 
     def __init__(self, store: Store) -> None:
         self._start = store.read_clock()
@@ -183,7 +204,10 @@ class _Clock:
 
 @contextmanager
 def _alarm_kept() -> Iterator[None]:
-    """The worker's watchdog takes SIGALRM; a runner that ends hanging tests by it wants it back."""
+    """Restore the signal handler of SIGALRM after the block.
+
+    The worker replaces this signal handler, but a test runner may need it to end a hanging test.
+    """
     before = signal.getsignal(signal.SIGALRM)
     try:
         yield
@@ -194,7 +218,10 @@ def _alarm_kept() -> Iterator[None]:
 
 @contextmanager
 def _failures() -> Iterator[list[BaseException]]:
-    """The errors that handlers raise during the block, each with a note of where."""
+    """Yield a list of the errors that handlers raise in the block.
+
+    Each error gets a note that names the handler, the attempt and the event.
+    """
     raised: list[BaseException] = []
 
     def note(
@@ -206,9 +233,11 @@ def _failures() -> Iterator[list[BaseException]]:
         exception: BaseException,
         **kwargs: Any,
     ) -> None:
-        if not isinstance(exception, Retry | Discard):
-            exception.add_note(f"{handler}, attempt {attempt} at {event.type} {event.event_id}")
+        if not issubclass(type(exception), Retry | Discard):
             raised.append(exception)
+            where = f"{handler}, attempt {attempt} at {event.type} {event.event_id}"
+            with suppress(Exception):  # The handler may have set __notes__ to any type.
+                BaseException.add_note(exception, where)
 
     delivery_failed.connect(note, weak=False)
     try:
@@ -218,15 +247,15 @@ def _failures() -> Iterator[list[BaseException]]:
 
 
 def _no_end(options: WorkerOptions, max_events: int) -> str:
-    types = Counter(each.type for each in _standing(options.using))
+    types = Counter(each.type for each in _stored(options.using))
     often = ", ".join(f"{name!r} {count:,} times" for name, count in types.most_common(3))
     return (
-        f"drain() handled more than {max_events:,} events ({often}): do they publish each other? "
-        "If there have to be so many, say drain(max_events=…)."
+        f"drain() handled more than {max_events:,} events ({often}): check whether their handlers "
+        "publish events for each other without end. To allow more, pass drain(max_events=…)."
     )
 
 
-def _standing(using: str | None) -> list[EventFields]:
+def _stored(using: str | None) -> list[EventFields]:
     alias = using or default_alias()
     ended = EventLog.objects.using(alias).filter(namespace=settings.NAMESPACE)
     return sorted([*store_for(alias).queued, *ended], key=lambda each: each.pk)
@@ -241,8 +270,11 @@ def _has(payload: Any, subset: dict[str, Any]) -> bool:
 
 
 def _stored_forms(value: Any) -> list[Any]:
-    """As a plain payload and as a typed event would store it: moments differ."""
-    return [json.loads(encode(plain(value))), json.loads(encode(value))]
+    """Return the value as a typed event stores it, and as a plain payload stores it.
+
+    Typed events and plain payloads store a datetime in different formats.
+    """
+    return [json.loads(encode(as_json(value))), json.loads(encode(value))]
 
 
 def _named(event: str | type[Event], subset: dict[str, Any]) -> str:
@@ -252,14 +284,14 @@ def _named(event: str | type[Event], subset: dict[str, Any]) -> str:
 
 
 def _shown(using: str | None) -> str:
-    """What was published instead, the latest last."""
-    events = _standing(using)
+    """Return a text with the latest published events, oldest first."""
+    events = _stored(using)
     if not events:
-        return "Nothing was."
+        return "No events were published."
     lines = [_line(each) for each in events[-SHOWN_EVENTS:]]
     if len(events) > SHOWN_EVENTS:
-        lines.insert(0, f"({len(events) - SHOWN_EVENTS:,} earlier ones)")
-    return "\n  ".join(["These were:", *lines])
+        lines.insert(0, f"({len(events) - SHOWN_EVENTS:,} earlier events)")
+    return "\n  ".join(["Published events:", *lines])
 
 
 def _line(event: EventFields) -> str:

@@ -2,8 +2,8 @@
 
 from importlib import metadata
 
-project = "django-eventbus"
-author = "django-eventbus contributors"
+project = "django-durable-events"
+author = "django-durable-events contributors"
 copyright = f"2026, {author}"
 release = metadata.version(project)
 

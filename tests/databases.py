@@ -1,7 +1,7 @@
-"""Which database do the tests run on?
+"""Choose the database of the tests.
 
-EVENTBUS_TEST_DB says: sqlite (the default), postgresql or mariadb. Processes that a test starts
-inherit the answer, and find the test database itself in EVENTBUS_TEST_DB_NAME (conftest.py).
+EVENTBUS_TEST_DB is sqlite (the default), postgresql or mariadb. Processes that a test starts
+inherit it, and read the name of the test database from EVENTBUS_TEST_DB_NAME (conftest.py).
 """
 
 import json

@@ -13,7 +13,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-# The data is thrown away: it need not survive a power cut. The rest is for tests with many workers.
+# The data is temporary, so durability is off. The other settings are for tests with many workers.
 CONFIGURATION = """
 fsync = off
 full_page_writes = off
@@ -24,8 +24,8 @@ max_connections = 200
 def start() -> str:
     """Start a server that lives as long as this process, and return its URL."""
     keeper = subprocess.Popen(
-        # -P: the modules in this directory must not hide installed ones. -W: that a machine has no
-        # XDG_RUNTIME_DIR is nothing to tell a visitor of the demo.
+        # -P: the modules in this directory must not hide installed ones. -W: the demo must not
+        # print a warning about a missing XDG_RUNTIME_DIR.
         [sys.executable, "-P", "-W", "ignore", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -41,7 +41,7 @@ def start() -> str:
     owner = os.getpid()
 
     def stop() -> None:
-        # A child forked by a test leaves through here too; the server is not its own.
+        # A process forked by a test exits through here too, but does not own the server.
         if os.getpid() == owner:
             # A line, not only the end of the pipe: a forked child may still hold it open.
             keeper.communicate("stop\n")
@@ -69,7 +69,7 @@ def serve(data: Path) -> None:
         with (data / "postgresql.conf").open("a") as configuration:
             configuration.write(CONFIGURATION)
         server.ensure_postgres_running()
-        with suppress(BrokenPipeError):  # who wanted it has gone meanwhile
+        with suppress(BrokenPipeError):  # The process that started the keeper has ended.
             os.write(sys.stdout.fileno(), f"{server.get_uri()}\n".encode())
         sys.stdin.readline()
     finally:

@@ -1,9 +1,9 @@
-"""Processes that publish, all at the same moment.
+"""Processes that publish at the same moment.
 
     python -m tests.publishers READY START TYPE [KEY ...]
 
-With keys, one event for each of them, once; without, as many as COUNT in the environment says.
-Each event comes with an effect in the same transaction. Prints what became of each.
+With keys, publish one event per key; without, as many events as COUNT in the environment. Each
+event has an effect in the same transaction. Prints the result of each event.
 """
 
 import json
@@ -18,7 +18,7 @@ PATIENCE = 60
 
 
 class Publishers:
-    """Some of them, waiting for the word."""
+    """Processes that wait for ``publish()``."""
 
     def __init__(self, directory, number, type_name, *keys, count=1, eventbus=None, env=None):
         self.start = directory / "start"
@@ -41,7 +41,7 @@ class Publishers:
         self._ready = ready
 
     def __enter__(self):
-        from tests.workers import eventually  # needs Django, which a publisher has yet to set up
+        from tests.workers import eventually  # Imports Django, which a publisher sets up later.
 
         eventually(lambda: self._came_up() or self._died(), "the publishers did not come up")
         assert self._came_up(), [each.poll() for each in self.processes]
@@ -59,7 +59,7 @@ class Publishers:
             each.communicate()
 
     def publish(self):
-        """What each of them says, and its exit code."""
+        """Start publishing; return the output and the exit code of each process."""
         self.start.touch()
         said = [each.communicate(timeout=PATIENCE)[0].split() for each in self.processes]
         return said, [each.returncode for each in self.processes]
@@ -75,7 +75,7 @@ def main(ready, start, type_name, *keys):
     Path(ready).touch()
     give_up_at = time.monotonic() + PATIENCE
     while not Path(start).exists():
-        assert time.monotonic() < give_up_at, "nobody gave the word"
+        assert time.monotonic() < give_up_at, "the test did not start the publishers"
         time.sleep(0.001)
     for key in keys or [None] * int(os.environ[COUNT]):
         print(publish_with_effect(type_name, key), flush=True)

@@ -1,6 +1,6 @@
-"""Does a server answer? For make: prints host:port and exits with 1 if it does not.
+"""Check whether a server answers, for make. Prints host:port and exits with 1 if it does not.
 
-Run as ``python -m tests.server_answers mariadb``.
+Run as ``python -m tests.server_answers mariadb``, or with ``--url`` to print the URL.
 """
 
 import os
@@ -10,12 +10,21 @@ from urllib.parse import urlsplit
 
 from tests.databases import DEFAULT_MARIADB_URL
 
-SERVERS = {"mariadb": ("EVENTBUS_TEST_MARIADB_URL", DEFAULT_MARIADB_URL, 3306)}
+SERVERS = {
+    "mariadb": ("EVENTBUS_TEST_MARIADB_URL", DEFAULT_MARIADB_URL, 3306),
+    "redis": ("EVENTBUS_TEST_REDIS_URL", "redis://127.0.0.1:6379/5", 6379),
+    "rabbitmq": ("EVENTBUS_TEST_RABBITMQ_URL", "amqp://guest:guest@127.0.0.1:5672//", 5672),
+}
+
+
+def url_of(server: str) -> str:
+    variable, default_url, _default_port = SERVERS[server]
+    return os.environ.get(variable) or default_url
 
 
 def address_of(server: str) -> tuple[str, int]:
-    variable, default_url, default_port = SERVERS[server]
-    parts = urlsplit(os.environ.get(variable) or default_url)
+    _variable, _default_url, default_port = SERVERS[server]
+    parts = urlsplit(url_of(server))
     return parts.hostname or "127.0.0.1", parts.port or default_port
 
 
@@ -28,6 +37,7 @@ def answers(address: tuple[str, int]) -> bool:
 
 
 if __name__ == "__main__":
-    address = address_of(sys.argv[1])
-    print("{}:{}".format(*address))
+    *options, server = sys.argv[1:]
+    address = address_of(server)
+    print(url_of(server) if options else "{}:{}".format(*address))
     sys.exit(not answers(address))

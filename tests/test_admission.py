@@ -1,4 +1,4 @@
-"""Limits on running, in one process. Many processes: concurrency/test_gates.py."""
+"""Limits on running, in one process. Many processes: concurrency/test_flow_controls.py."""
 
 import asyncio
 import threading
@@ -7,10 +7,11 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from django_eventbus import gates, handler, publish, publish_many, subscribe
-from django_eventbus.models import EventGate, EventLog, EventWorker, QueuedEvent
+from django_eventbus import handler, pauses, publish, publish_many, subscribe
+from django_eventbus.delivery.returning import Returner
+from django_eventbus.models import EventLog, EventWorker, FlowControl, QueuedEvent
 from django_eventbus.store import store_for
-from django_eventbus.worker import WorkerOptions, new_registration
+from django_eventbus.worker.registration import WorkerOptions, new_registration
 from tests.bus import drain
 
 pytestmark = pytest.mark.django_db
@@ -22,20 +23,20 @@ def ran():
 
 
 def refill(tokens):
-    """So much time passes that this many tokens are there."""
+    """Set the number of tokens, as if time had passed."""
     now = store_for().read_clock()
-    EventGate.objects.update(tokens=tokens, tokens_at=now)
+    FlowControl.objects.update(tokens=tokens, tokens_at=now)
 
 
-def somebody_else_holds_a_slot(name="h"):
+def another_worker_holds_a_slot(name="h"):
     store = store_for()
     registration = new_registration(WorkerOptions(using="default", queues=("default",)))
     store.register(registration)
-    store.make_gates("handler", [name])
-    EventGate.objects.filter(name=name).update(running={f"{registration.pk}/0": 1})
+    store.make_flow_controls("handler", [name])
+    FlowControl.objects.filter(name=name).update(running={f"{registration.pk}/0": 1})
 
 
-def test_a_rate_lets_so_many_run_and_parks_the_others(ran):
+def test_a_rate_limits_the_calls_and_holds_the_other_events(ran):
     handler("x", name="h", rate="60/h")(lambda event: ran.append(event.payload))
     publish_many(("x", n) for n in range(10))
     drain()
@@ -49,7 +50,7 @@ def test_a_rate_lets_so_many_run_and_parks_the_others(ran):
     assert len(ran) == 2
 
 
-def test_a_rate_is_that_of_one_handler_and_no_other(ran):
+def test_a_rate_limits_only_its_own_handler(ran):
     handler("x", name="slow", rate="60/h")(lambda event: ran.append("slow"))
     handler("x", name="fast")(lambda event: ran.append("fast"))
     publish_many(("x", n) for n in range(5))
@@ -67,7 +68,7 @@ def test_order_per_key_is_kept_under_a_rate(ran):
     assert ran == [0, 1, 2, 3]
 
 
-def test_tokens_of_deliveries_that_were_not_made_go_back(ran):
+def test_unused_tokens_are_returned(ran):
     def fail_first(event):
         ran.append(event.payload)
         raise ValueError
@@ -77,51 +78,49 @@ def test_tokens_of_deliveries_that_were_not_made_go_back(ran):
         publish("x", n, key="k")
     drain()
     assert ran == [0], "the second waits for the first, which is to be retried"
-    assert EventGate.objects.get().tokens >= 1
+    assert FlowControl.objects.get().tokens >= 1
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_without_a_free_slot_deliveries_wait(ran, atomic):
+def test_deliveries_wait_for_a_free_slot(ran, atomic):
     handler("x", name="h", max_running=1, atomic=atomic)(lambda event: ran.append(event.payload))
-    somebody_else_holds_a_slot()
+    another_worker_holds_a_slot()
     publish_many(("x", n) for n in range(3))
     drain()
     assert ran == []
     assert QueuedEvent.objects.filter(attempts=0, deliveries__isnull=True).count() == 3
 
 
-def test_the_slot_of_a_worker_that_is_gone_is_free(ran):
+def test_the_slot_of_a_worker_that_has_ended_is_free(ran):
     handler("x", name="h", max_running=1)(lambda event: ran.append(event.payload))
-    somebody_else_holds_a_slot()
+    another_worker_holds_a_slot()
     publish_many(("x", n) for n in range(3))
     drain()
     EventWorker.objects.all().delete()
     drain()
     assert sorted(ran) == [0, 1, 2]
-    assert EventGate.objects.get().running == {}
+    assert FlowControl.objects.get().running == {}
 
 
-def test_a_slot_is_taken_for_a_batch_at_once(ran):
+def test_a_slot_is_taken_once_per_batch(ran):
     handler("x", name="h", max_running=1)(lambda event: ran.append(event.payload))
     publish_many(("x", n) for n in range(20))
     with CaptureQueriesContext(connection) as queries:
         drain()
-    writes = [q for q in queries if q["sql"].startswith("UPDATE") and "eventgate" in q["sql"]]
+    writes = [q for q in queries if q["sql"].startswith("UPDATE") and "flowcontrol" in q["sql"]]
     assert len(ran) == 20
     assert len(writes) == 2, "into the batch and out of it"
 
 
 def test_a_slot_is_freed_when_a_batch_is_cut_short(ran, transactional_db, monkeypatch):
-    """Trouble in the middle: the next look at the gates gives back what was taken."""
+    """After an internal error, the next look at the flow controls returns the slot."""
 
     def stumble(event):
         ran.append(event.payload)
 
     handler("x", name="h", max_running=1)(stumble)
     publish("x", 1)
-    from django_eventbus.delivery import Deliverer
-
-    give_back = Deliverer._give_back
+    give_back = Returner.release
     troubles = [RuntimeError("a fault of our own"), None, None]
 
     def give_back_or_stumble(self, batch):
@@ -129,12 +128,12 @@ def test_a_slot_is_freed_when_a_batch_is_cut_short(ran, transactional_db, monkey
             raise error
         give_back(self, batch)
 
-    monkeypatch.setattr(Deliverer, "_give_back", give_back_or_stumble)
+    monkeypatch.setattr(Returner, "release", give_back_or_stumble)
     drain()
-    assert EventGate.objects.get().running == {}
+    assert FlowControl.objects.get().running == {}
 
 
-def test_coroutines_overlap_only_as_far_as_they_may(transactional_db):
+def test_coroutines_overlap_only_up_to_the_limit(transactional_db):
     running, most = [], []
 
     @handler("x", name="h", max_running=2)
@@ -172,16 +171,18 @@ def test_threads_of_one_worker_share_the_slots(transactional_db):
     assert EventLog.objects.filter(status="COMPLETED").count() == 20
 
 
-def test_where_nothing_is_used_no_statement_is_added(ran):
-    """One look at the gates when a worker begins; the rest is as if there were none."""
+def test_without_flow_controls_no_statement_is_added(ran, monkeypatch):
+    """A worker reads the flow controls at its start, and on a slow machine again later."""
+    monkeypatch.setattr("django_eventbus.flow.controls.READ_EVERY", 3600.0)
     handler("x", name="h")(lambda event: ran.append(event.payload))
     publish_many(("x", n) for n in range(1000))
     with CaptureQueriesContext(connection) as queries:
         drain()
     assert len(ran) == 1000
-    looks = [q for q in queries if "eventgate" in q["sql"]]
+    # The attention statement names the table in a subquery.
+    looks = [q for q in queries if "flowcontrol" in q["sql"].partition("FROM")[0]]
     assert all(q["sql"].startswith("SELECT") for q in looks)
-    assert len(looks) <= 3
+    assert len(looks) == 1
 
 
 def test_a_handler_subscribed_at_run_time_is_limited_at_once(ran):
@@ -195,28 +196,28 @@ def test_a_handler_subscribed_at_run_time_is_limited_at_once(ran):
     assert len(ran) == 1
 
 
-def test_a_rate_and_a_pause_together(ran):
+def test_a_rate_and_a_pause_work_together(ran):
     handler("x", name="h", rate="60/h")(lambda event: ran.append(event.payload))
-    gates.pause(handler="h")
+    pauses.pause(handler="h")
     publish("x", 1)
     drain()
     assert ran == []
-    gates.resume(handler="h")
+    pauses.resume(handler="h")
     drain()
     assert ran == [1]
 
 
-def test_gates_deleted_by_hand_are_made_again(ran):
-    """Between two groups of a batch: nothing is lost, and nobody is blamed."""
+def test_deleted_flow_controls_are_created_again(ran):
+    """They are deleted between two groups of a batch: no event is lost or charged."""
 
     def delete_all(event):
         ran.append(event.payload)
-        EventGate.objects.all().delete()
+        FlowControl.objects.all().delete()
 
     subscribe("x", delete_all, name="h", max_running=1, atomic=False)
     publish_many(("x", n) for n in range(3))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("django_eventbus.admission.LOOK_EVERY", 0.0)
+        patch.setattr("django_eventbus.flow.controls.READ_EVERY", 0.0)
         drain()
     assert sorted(ran) == [0, 1, 2]
     assert EventLog.objects.filter(status="COMPLETED", crashes=0).count() == 3

@@ -24,7 +24,7 @@ def test_a_project_without_the_setting_has_the_defaults(settings):
     assert conf.configured() == {}
 
 
-def test_a_key_overrides_its_namesake_and_nothing_else(settings):
+def test_a_key_overrides_only_its_own_default(settings):
     settings.EVENTBUS = {"BATCH_SIZE": 7}
     assert conf.settings.BATCH_SIZE == 7
     assert conf.settings.POLL_INTERVAL == 1.0
@@ -46,7 +46,7 @@ def test_settings_are_read_live():
     assert conf.settings.QUEUE == "default"
 
 
-def test_other_settings_may_change_without_harm(settings):
+def test_other_settings_may_change(settings):
     settings.EVENTBUS = {"QUEUE": "mail"}
     assert conf.settings.QUEUE == "mail"
     settings.DEBUG = True
@@ -54,8 +54,8 @@ def test_other_settings_may_change_without_harm(settings):
 
 
 @pytest.mark.parametrize("wrong", [None, 5, "QUEUE", ["QUEUE"]])
-def test_something_that_is_no_dict_leaves_the_defaults(settings, wrong):
-    """The system checks say so; nothing else has to break on it."""
+def test_a_setting_that_is_not_a_dict_leaves_the_defaults(settings, wrong):
+    """The system checks report it, and nothing else fails."""
     settings.EVENTBUS = wrong
     assert conf.configured() == {}
     assert conf.settings.QUEUE == "default"
@@ -67,7 +67,7 @@ def test_the_names_are_the_upper_case_attributes():
     assert len(conf.names()) == len(set(conf.names()))
 
 
-def test_every_setting_has_a_type_and_says_what_it_means():
+def test_every_setting_has_a_type_and_a_description():
     source = Path(conf.__file__).read_text()
     lines = source.splitlines()
     (cls,) = (
@@ -90,7 +90,7 @@ def test_a_producer_is_host_and_process_unless_named(settings):
     assert conf.settings.producer() == "web-1"
 
 
-def test_the_producer_of_a_forked_process_is_its_own(settings, monkeypatch):
+def test_a_forked_process_has_its_own_producer_name(settings, monkeypatch):
     settings.EVENTBUS = {}
     before = conf.settings.producer()
     monkeypatch.setattr("os.getpid", lambda: 4711)

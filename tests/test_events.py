@@ -1,4 +1,4 @@
-"""Typed events, what a handler receives, and what may be stored."""
+"""Typed events, envelopes, and the validation of payloads and names."""
 
 import dataclasses
 import json
@@ -25,20 +25,18 @@ from django_eventbus import (
     UnknownEventError,
 )
 from django_eventbus.events import (
-    Claim,
-    ClaimedEvent,
-    being_handled,
-    check_name,
-    check_payload,
     class_for,
-    encode,
-    from_payload,
-    now_handling,
+    current_event_id,
+    set_current_event_id,
     to_payload,
     uuid7,
 )
+from django_eventbus.schema.claims import Claim, ClaimedEvent
+from django_eventbus.schema.names import check_name
+from django_eventbus.schema.payloads import check_payload, encode
+from django_eventbus.schema.typed_payloads import from_payload
 
-# A busy machine is no failure.
+# No deadline, because the machine may be busy.
 unhurried = given_settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 # -- typed events
@@ -156,8 +154,8 @@ def test_a_subclass_of_a_named_event_does_not_inherit_the_name():
     assert class_for("test-events.parcel.sent") is ParcelSent
 
 
-def test_two_classes_cannot_claim_one_type_name():
-    with pytest.raises(DuplicateEventError, match=r"Rival and .*ParcelSent both claim"):
+def test_two_classes_cannot_have_the_same_type_name():
+    with pytest.raises(DuplicateEventError, match=r"Rival and .*ParcelSent both declare"):
 
         class Rival(Event, type="test-events.parcel.sent"):
             pass
@@ -177,7 +175,7 @@ def test_a_class_that_is_declared_again_replaces_itself():
     assert class_for("test-events.reloaded") is again
 
 
-def test_a_type_name_that_cannot_be_stored_is_refused_at_the_class():
+def test_a_type_name_that_cannot_be_stored_is_refused_at_class_creation():
     with pytest.raises(InvalidPayloadError, match="the event type"):
 
         class Bad(Event, type="two\nlines"):
@@ -232,8 +230,8 @@ def test_a_moment_survives_to_the_microsecond(at, hour):
     assert from_payload(Moment, through_json(moment)) == moment
 
 
-def test_an_hour_of_a_time_zone_is_refused_as_in_any_payload():
-    """M25: it means nothing without a day, and its zone would not come back."""
+def test_a_time_with_a_time_zone_is_refused():
+    """M25: it is ambiguous without a date, and its zone would be lost."""
     moment = Moment(at=EVERYTHING.at, hour=day_time(12, tzinfo=UTC))
     with pytest.raises(InvalidPayloadError, match=r"payload\.hour"):
         check_payload(to_payload(moment))
@@ -289,7 +287,7 @@ def test_an_unknown_field_of_a_nested_dataclass_is_named():
 
 
 @pytest.mark.parametrize("payload", [None, 7, "text", [1]])
-def test_a_payload_that_is_no_object_fits_no_class(payload):
+def test_a_payload_that_is_not_an_object_matches_no_class(payload):
     with pytest.raises(UnknownEventError, match="needs an object"):
         from_payload(ParcelSent, payload)
 
@@ -310,13 +308,13 @@ def test_a_payload_that_is_no_object_fits_no_class(payload):
         ("lines", ["not an object"]),
     ],
 )
-def test_a_stored_value_that_does_not_fit_its_field_is_refused(field, value):
-    """A payload of another version must not become a half-empty event."""
+def test_a_stored_value_of_the_wrong_type_is_refused(field, value):
+    """A payload of another version must not become an incomplete event."""
     with pytest.raises(UnknownEventError):
         from_payload(EverythingHappened, through_json(EVERYTHING) | {field: value})
 
 
-# -- what a handler receives
+# -- envelopes
 
 
 def claimed(**changes):
@@ -335,6 +333,7 @@ def claimed(**changes):
         "priority": 5,
         "attempts": 4,
         "crashes": 0,
+        "interruptions": 0,
         "producer": "web-1:42",
         "caused_by": uuid.UUID(int=9),
         "created_epoch": datetime(2026, 3, 1, 12, tzinfo=UTC).timestamp(),
@@ -350,7 +349,7 @@ def envelope(event, handler_name="stock", attempt=1):
     return Envelope(event, handler_name=handler_name, attempt=attempt)
 
 
-def test_the_envelope_tells_all_about_the_event():
+def test_the_envelope_has_all_attributes_of_the_event():
     """M8: namespace, type, payload, emitted-at, producer, event id, delivery count."""
     event = envelope(claimed(), attempt=2)
     assert event.namespace == "shop"
@@ -367,7 +366,6 @@ def test_the_envelope_tells_all_about_the_event():
     assert event.attempt == 2
     assert event.key == "parcel:7"
     assert event.priority == 5
-    assert event.is_replay is False
 
 
 def test_the_idempotency_key_is_the_same_for_every_attempt_of_a_handler():
@@ -386,7 +384,7 @@ def test_the_idempotency_key_differs_between_handlers_and_between_events():
     assert len(keys) == 3
 
 
-def test_each_handler_has_a_payload_of_its_own():
+def test_each_handler_has_its_own_copy_of_the_payload():
     event = claimed()
     first, second = envelope(event, "first"), envelope(event, "second")
     first.payload["weight"] = "changed"
@@ -394,7 +392,7 @@ def test_each_handler_has_a_payload_of_its_own():
     assert second.payload["weight"] == "1.5"
 
 
-def test_the_payload_null_is_none():
+def test_a_json_null_payload_is_read_as_none():
     assert envelope(claimed(payload_json="null")).payload is None
 
 
@@ -402,28 +400,24 @@ def test_an_event_without_headers_has_empty_ones():
     assert envelope(claimed(headers_json=None)).headers == {}
 
 
-def test_a_replayed_event_says_so():
-    assert envelope(claimed(headers_json='{"replay": true}')).is_replay is True
-
-
 def test_the_data_of_an_event_is_an_instance_of_its_class():
     """M19."""
     assert envelope(claimed()).data == ParcelSent(parcel_id=7, weight=Decimal("1.5"))
 
 
-def test_the_data_of_an_event_without_class_is_an_error_that_says_so():
+def test_the_data_of_an_event_without_class_raises_an_error():
     with pytest.raises(UnknownEventError, match=r"no event class .*'nobody\.knows'"):
         _ = envelope(claimed(type="nobody.knows")).data
 
 
-def test_the_envelope_shows_what_it_is():
+def test_the_repr_of_an_envelope_names_the_event():
     shown = repr(envelope(claimed(), attempt=2))
     assert shown == (
         "<Envelope test-events.parcel.sent 01a1e236-f1dc-7fe5-a078-051ef9380342 attempt 2 of stock>"
     )
 
 
-def test_the_database_clock_goes_on_from_the_moment_of_the_claim():
+def test_the_database_clock_continues_from_the_moment_of_the_claim():
     event = claimed()
     started = event.processing_started_at
     assert started == datetime(2026, 3, 1, 13, tzinfo=UTC)
@@ -432,15 +426,15 @@ def test_the_database_clock_goes_on_from_the_moment_of_the_claim():
     assert timedelta(seconds=90) <= passed < timedelta(seconds=120)
 
 
-def test_what_is_being_handled_is_known_until_it_is_over():
-    assert being_handled() is None
+def test_the_current_event_is_known_while_it_is_handled():
+    assert current_event_id() is None
     event_id = uuid7()
-    now_handling(event_id)
+    set_current_event_id(event_id)
     try:
-        assert being_handled() == event_id
+        assert current_event_id() == event_id
     finally:
-        now_handling(None)
-    assert being_handled() is None
+        set_current_event_id(None)
+    assert current_event_id() is None
 
 
 # -- identities and names
@@ -487,18 +481,18 @@ def test_a_name_may_be_any_printable_text_up_to_200_characters(name):
         "a\u202eb",
     ],
 )
-def test_a_name_that_a_column_would_not_give_back_is_refused(name):
+def test_a_name_that_a_column_would_change_is_refused(name):
     with pytest.raises(InvalidPayloadError, match=r"^the key "):
         check_name(name, "the key")
 
 
-def test_the_error_about_an_endless_name_is_short():
+def test_the_error_about_a_very_long_name_is_short():
     with pytest.raises(InvalidPayloadError, match="has 1000000 characters, 200 are") as caught:
         check_name("x" * 1_000_000, "the key")
     assert len(str(caught.value)) < 200
 
 
-# -- what may be stored
+# -- validation of payloads
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=20)
 SCALARS = (
@@ -517,8 +511,8 @@ JSON = st.recursive(
 
 @unhurried
 @given(JSON)
-def test_whatever_json_can_hold_may_be_published_and_comes_back(value):
-    """M25, the other side: nothing is refused without need."""
+def test_any_json_value_can_be_published_and_read_back(value):
+    """M25: no valid value is refused."""
     check_payload(value)
     assert json.loads(encode(value)) == value
 
@@ -526,7 +520,7 @@ def test_whatever_json_can_hold_may_be_published_and_comes_back(value):
 @unhurried
 @given(JSON, st.integers(0, 60))
 def test_a_payload_is_refused_exactly_when_it_is_larger_than_allowed(value, limit):
-    """The quick estimate never lets through what the exact count would refuse, nor the reverse."""
+    """The quick estimate and the exact count agree."""
     fits = len(encode(value).encode()) <= limit
     with override_settings(EVENTBUS={"MAX_PAYLOAD_BYTES": limit}):
         if fits:
@@ -551,7 +545,7 @@ def test_a_payload_is_refused_exactly_when_it_is_larger_than_allowed(value, limi
         (1, 2),
     ],
 )
-def test_what_django_writes_as_json_may_be_published(value):
+def test_values_that_django_encodes_as_json_can_be_published(value):
     check_payload({"value": value})
     json.loads(encode({"value": value}))
 
@@ -564,18 +558,18 @@ class Stranger:
     ("value", "complaint"),
     [
         ("a\x00b", "contains a NUL character"),
-        ("a\ud800b", "contains half a surrogate pair"),
-        (float("nan"), "is nan, which JSON cannot hold"),
-        (float("inf"), "is inf, which JSON cannot hold"),
-        (float("-inf"), "is -inf, which JSON cannot hold"),
-        (1e400, "is inf, which JSON cannot hold"),
+        ("a\ud800b", "contains a lone surrogate"),
+        (float("nan"), "is nan, which JSON cannot represent"),
+        (float("inf"), "is inf, which JSON cannot represent"),
+        (float("-inf"), "is -inf, which JSON cannot represent"),
+        (1e400, "is inf, which JSON cannot represent"),
         (2**1024, "has more than 1024 bits"),
         (-(10**10_000), "has more than 1024 bits"),
-        (b"bytes", "is a bytes, which JSON cannot hold"),
-        ({1, 2}, "is a set, which JSON cannot hold"),
-        (1j, "is a complex, which JSON cannot hold"),
-        (Stranger(), "is a tests.test_events.Stranger, which JSON cannot hold"),
-        (Size.SMALL, "is a tests.test_events.Size, which JSON cannot hold"),
+        (b"bytes", "is a bytes, which JSON cannot represent"),
+        ({1, 2}, "is a set, which JSON cannot represent"),
+        (1j, "is a complex, which JSON cannot represent"),
+        (Stranger(), "is a tests.test_events.Stranger, which JSON cannot represent"),
+        (Size.SMALL, "is a tests.test_events.Size, which JSON cannot represent"),
         ({7: "seven"}, "has the key 7, but JSON keys are strings"),
         ({None: 1}, "has the key None, but JSON keys are strings"),
         (day_time(12, tzinfo=timezone(timedelta(hours=1))), "timezone-aware times"),
@@ -583,7 +577,7 @@ class Stranger:
     ],
     ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
-def test_what_json_cannot_hold_is_refused_naming_the_path(value, complaint):
+def test_values_that_json_cannot_represent_are_refused_with_their_path(value, complaint):
     """M25, F43."""
     payload = {"items": [{"sku": 1}, {"sku": 2}, {"sku": 3}, {"sku": value}]}
     with pytest.raises(InvalidPayloadError) as caught:
@@ -593,19 +587,19 @@ def test_what_json_cannot_hold_is_refused_naming_the_path(value, complaint):
 
 
 @pytest.mark.parametrize("key", ["a\x00", "a\ud800"])
-def test_a_key_that_json_cannot_hold_is_refused(key):
+def test_a_key_that_json_cannot_represent_is_refused(key):
     """M25, F43."""
     with pytest.raises(InvalidPayloadError) as caught:
         check_payload({"items": {key: 1}})
-    str(caught.value).encode()  # the complaint itself can be logged
+    str(caught.value).encode()  # The message itself can be logged.
 
 
-def test_a_payload_that_is_wrong_itself_is_called_payload():
+def test_the_path_of_an_invalid_top_level_value_is_payload():
     with pytest.raises(InvalidPayloadError, match=r"^payload is a set"):
         check_payload({1})
 
 
-def test_what_is_checked_is_called_by_its_name():
+def test_the_error_names_the_checked_argument():
     with pytest.raises(InvalidPayloadError, match=r"^headers\.trace is a bytes"):
         check_payload({"trace": b"1"}, "headers")
 
@@ -620,16 +614,16 @@ def nested(depth, innermost=1):
 def test_a_payload_may_be_nested_64_deep_and_no_deeper():
     """M25."""
     check_payload(nested(64))
-    with pytest.raises(InvalidPayloadError, match="is nested more than 64 deep"):
+    with pytest.raises(InvalidPayloadError, match="is nested more than 64 levels deep"):
         check_payload(nested(65))
 
 
 def test_a_database_may_allow_less_depth_but_not_more():
     """M25."""
     check_payload(nested(31), depth=31)
-    with pytest.raises(InvalidPayloadError, match="is nested more than 31 deep"):
+    with pytest.raises(InvalidPayloadError, match="is nested more than 31 levels deep"):
         check_payload(nested(32), depth=31)
-    with pytest.raises(InvalidPayloadError, match="is nested more than 64 deep"):
+    with pytest.raises(InvalidPayloadError, match="is nested more than 64 levels deep"):
         check_payload(nested(65), depth=1000)
 
 
@@ -639,7 +633,7 @@ def test_a_payload_10_000_deep_is_refused_with_a_short_message(step):
     value = 1
     for _ in range(10_000):
         value = step(value)
-    with pytest.raises(InvalidPayloadError, match="is nested more than 64 deep") as caught:
+    with pytest.raises(InvalidPayloadError, match="is nested more than 64 levels deep") as caught:
         check_payload(value)
     assert len(str(caught.value)) < 300
 
@@ -652,7 +646,7 @@ def test_a_payload_that_contains_itself_is_refused():
         check_payload(payload)
 
 
-def test_the_same_object_twice_is_not_a_circle():
+def test_the_same_object_twice_is_not_a_cycle():
     shared = {"a": 1}
     check_payload([shared, shared])
 
@@ -688,7 +682,7 @@ def test_the_limits_are_settings(settings):
     check_payload([[1]])
     with pytest.raises(InvalidPayloadError, match="11 bytes as JSON, 10 are allowed"):
         check_payload("x" * 9)
-    with pytest.raises(InvalidPayloadError, match="is nested more than 2 deep"):
+    with pytest.raises(InvalidPayloadError, match="is nested more than 2 levels deep"):
         check_payload([[[1]]])
 
 
@@ -711,7 +705,7 @@ HOSTILE = st.recursive(
 @unhurried
 @given(HOSTILE)
 def test_a_value_is_either_refused_by_name_or_can_be_encoded(value):
-    """M25: nothing gets past the check that would fail later, inside the caller's transaction."""
+    """M25: a value that passes the check cannot fail later, inside the caller's transaction."""
     try:
         check_payload(value)
     except InvalidPayloadError as refused:
@@ -724,7 +718,7 @@ def test_a_value_is_either_refused_by_name_or_can_be_encoded(value):
 
 
 @pytest.mark.parametrize("version", [0, -1, 32_768, "2"])
-def test_a_version_that_no_column_holds_is_refused(version):
+def test_a_version_that_the_column_cannot_store_is_refused(version):
     with pytest.raises(InvalidPayloadError, match="version"):
 
         class Versioned(Event, type="test-events.versioned", version=version):

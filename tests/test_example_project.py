@@ -1,9 +1,10 @@
-"""The example shop works, its books balance whatever dies, and it leaves nothing behind.
+"""The example shop works, its books balance after crashes, and it leaves no processes or files.
 
-As a whole it is run by ``make demo-check``, on SQLite and PostgreSQL.
+``make demo-check`` runs the complete demo on SQLite and PostgreSQL.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,11 +14,16 @@ import psutil
 import pytest
 from django.db import connection
 
+from tests.workers import PATIENCE
+
 EXAMPLE = Path(__file__).resolve().parent.parent / "example_project"
 
-pytestmark = pytest.mark.skipif(
-    connection.vendor != "sqlite", reason="the example brings a SQLite of its own: once is enough"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        connection.vendor != "sqlite", reason="the example has a SQLite database of its own"
+    ),
+]
 
 
 def environment(**changed):
@@ -33,7 +39,7 @@ def run(*command):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         encoding="utf-8",
-        timeout=110,
+        timeout=280,
     )
     return result.returncode, result.stdout
 
@@ -50,7 +56,7 @@ def test_the_project_passes_its_own_tests():
 
 
 @pytest.mark.costly
-def test_the_books_balance_although_payments_break_and_the_worker_is_killed_twice():
+def test_the_books_balance_after_failed_payments_and_two_killed_workers():
     code, output = run("run.py", "--check", "--seconds", "5", "--kill-worker", "2")
     assert code == 0, output
     assert output.count("SIGKILL") == 2
@@ -58,11 +64,27 @@ def test_the_books_balance_although_payments_break_and_the_worker_is_killed_twic
     assert "The books balance." in output
 
 
-@pytest.fixture
-def demo(tmp_path):
-    """The demo, open for business, and the leader of its process group as in a terminal."""
+@pytest.mark.costly
+def test_the_books_balance_if_celery_ships_and_all_workers_are_killed():
+    options = ("--celery", "folder", "--seconds", "5", "--kill-worker", "1")
+    code, output = run("run.py", "--check", *options)
+    assert code == 0, output
+    assert "SIGKILL for the Celery worker" in output
+    (paid,) = re.findall(r"paid and shipped +([\d,]+)", output)
+    assert re.findall(r"shipped by Celery +([\d,]+)", output) == [paid] != ["0"]
+    assert "The books balance." in output
+
+
+def test_the_project_loads_no_celery_app_without_a_broker():
+    code, output = run("-c", "import sys, config; sys.exit('config.celery' in sys.modules)")
+    assert code == 0, output
+
+
+@pytest.fixture(params=[(), ("--celery", "folder")], ids=["plain", "with Celery"])
+def demo(tmp_path, request):
+    """The running demo, as the leader of its process group like in a terminal."""
     process = subprocess.Popen(
-        [sys.executable, "run.py"],
+        [sys.executable, "run.py", *request.param],
         cwd=EXAMPLE,
         env=environment(TMPDIR=str(tmp_path)),
         stdout=subprocess.PIPE,
@@ -82,12 +104,12 @@ def demo(tmp_path):
 
 
 @pytest.mark.costly
-def test_ctrl_c_closes_the_shop_and_leaves_nothing_behind(demo, tmp_path):
+def test_ctrl_c_stops_the_demo_without_leftovers(demo, tmp_path):
     assert "user admin, password admin" in demo.greeting
     assert "user viewer, password viewer" in demo.greeting
     assert list(tmp_path.iterdir())
     os.killpg(demo.pid, signal.SIGINT)
-    output, _ = demo.communicate(timeout=60)
+    output, _ = demo.communicate(timeout=PATIENCE)
     assert output.endswith("\nThe shop is closed.\n")
     assert "Traceback" not in output
     assert demo.returncode == 0
@@ -96,12 +118,12 @@ def test_ctrl_c_closes_the_shop_and_leaves_nothing_behind(demo, tmp_path):
 
 
 @pytest.mark.costly
-def test_its_processes_end_with_it_even_if_it_is_killed(demo):
+def test_the_processes_of_the_demo_end_even_if_the_demo_is_killed(demo):
     demo.kill()
     assert survivors(demo) == []
 
 
 def survivors(demo):
     assert len(demo.family) >= 2
-    _, alive = psutil.wait_procs(demo.family, timeout=60)
+    _, alive = psutil.wait_procs(demo.family, timeout=PATIENCE)
     return alive

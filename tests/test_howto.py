@@ -1,4 +1,4 @@
-"""The Python of the how-to guides, and of the README, does what they say."""
+"""The Python code of the how-to guides and of the README works as described."""
 
 import ast
 import re
@@ -6,36 +6,50 @@ import sys
 import types
 import unittest
 from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 
+import celery
 import pytest
+from asgiref.sync import async_to_sync
 from django.apps import AppConfig
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import Group
 from django.contrib.auth.signals import user_logged_in
-from django.db import connection, transaction
+from django.core.management import call_command
+from django.db import connection, connections, transaction
 from django.db.migrations.state import ProjectState
 from django.db.models.signals import m2m_changed
+from django.dispatch import Signal
 from django.http import HttpResponse
 from django.test.utils import isolate_apps
 from django.utils import timezone
 
 from django_eventbus import (
+    BackpressureError,
+    DuplicateEventError,
+    ForeignTransactionError,
     breakers,
+    bridge_signal,
     checks,
     dead_letters,
-    gates,
     handler,
     lanes,
+    pauses,
     publish,
     publish_many,
     schedules,
 )
+from django_eventbus import events as event_classes
+from django_eventbus.integrations import celery as integration
+from django_eventbus.integrations import celery_broker, celery_drain, celery_executor
 from django_eventbus.integrations.django_querysets import BridgedQuerySet
-from django_eventbus.models import EventGate, EventLog, QueuedEvent
+from django_eventbus.models import EventLog, FlowControl, QueuedEvent
 from django_eventbus.signals import event_dead_lettered
 from django_eventbus.testing import assert_published, drain, published
+from tests import bus
+from tests.bus import make_due
 from tests.shop import models as shop_models
 from tests.shop.models import Customer, Order
 from tests.test_dead_letters import dead_letter
@@ -60,11 +74,13 @@ def run(code, namespace):
 
 @pytest.fixture
 def shop(monkeypatch):
-    """The guides speak of an app called shop."""
+    """The app ``shop`` that the guides use."""
     handlers = types.ModuleType("shop.handlers")
     monkeypatch.setitem(sys.modules, "shop", types.ModuleType("shop"))
     monkeypatch.setitem(sys.modules, "shop.models", shop_models)
     monkeypatch.setitem(sys.modules, "shop.handlers", handlers)
+    # Other tests declare classes of the same types.
+    monkeypatch.setattr(event_classes, "_classes", {})
     return handlers
 
 
@@ -98,8 +114,18 @@ def test_test_your_handlers(shop, eventbus):
     namespace["test_the_report"](eventbus)
 
 
-def test_bridge_signals(shop, receivers_kept, client, eventbus):
-    config, groups, model, querysets, migration, disconnect = blocks("bridge-signals")
+@pytest.fixture
+def wagtail_signals(monkeypatch):
+    """A module of that name, with the signal that a guide bridges."""
+    signals = types.SimpleNamespace(page_published=Signal())
+    monkeypatch.setitem(sys.modules, "wagtail", types.ModuleType("wagtail"))
+    monkeypatch.setitem(sys.modules, "wagtail.signals", signals)
+    return signals
+
+
+def test_bridge_signals(shop, receivers_kept, wagtail_signals, client, eventbus):
+    config, groups, model, page, *others = blocks("bridge-signals")
+    querysets, migration, migration_of_users, disconnect = others
     namespace = {"__name__": "tests.shop.models"}
 
     run(config, namespace)
@@ -114,9 +140,9 @@ def test_bridge_signals(shop, receivers_kept, client, eventbus):
     ann.groups.add(staff)
     staff.user_set.remove(ann)
     staff.user_set.add(ann)
-    staff.user_set.add(ann)  # who is in it already
+    staff.user_set.add(ann)  # An existing member.
     ann.groups.clear()
-    staff.user_set.clear()  # nobody is left
+    staff.user_set.clear()  # No member is left.
     assert [each.payload for each in published("user.groups_changed")] == [
         {"action": action, "users": [ann.pk], "groups": [staff.pk]}
         for action in ("add", "remove", "add", "clear")
@@ -133,6 +159,10 @@ def test_bridge_signals(shop, receivers_kept, client, eventbus):
         "customer": order.customer_id,
         "changed": {"status": {"old": "new", "new": "paid"}},
     }
+
+    run(page, namespace)
+    wagtail_signals.page_published.send(type(order), instance=order, revision=None)
+    assert assert_published("page.published", page_id=order.pk).key == f"page:{order.pk}"
     assert assert_published("order.created").key == f"shop.order:{order.pk}"
 
     with isolate_apps("tests.shop"):
@@ -143,12 +173,15 @@ def test_bridge_signals(shop, receivers_kept, client, eventbus):
     order.delete()
     assert published("order.deleted") == []
 
-    run(migration, namespace)
-    (operation,) = namespace["Migration"].operations
+    operations = []
+    for each in (migration, migration_of_users):
+        run(each, namespace)
+        operations += namespace["Migration"].operations
     if connection.vendor == "postgresql":
         state = ProjectState.from_apps(shop_models.Order._meta.apps)
         with connection.schema_editor(atomic=False) as editor:
-            operation.database_forwards("shop", editor, state, state)
+            for each in operations:
+                each.database_forwards("shop", editor, state, state)
         order = Order.objects.create(total="9.90")
         assert assert_published("order.created").payload == {
             "pk": order.pk,
@@ -156,10 +189,12 @@ def test_bridge_signals(shop, receivers_kept, client, eventbus):
             "total": "9.90",
             "customer": None,
         }
+        get_user_model().objects.bulk_create([get_user_model()(username="bob")])
+        assert_published("user.created", username="bob")
 
 
 class Service:
-    """What the guides call outside: a provider, a printer."""
+    """External services of the guides: a provider, a printer."""
 
     def __init__(self):
         self.is_down = False
@@ -178,12 +213,12 @@ def test_pause():
     (code,) = blocks("pause")
     handled = []
     handler("order.paid", name="shop.mail_receipt")(handled.append)
-    first, last = code.split("gates.list()")
+    first, last = code.split("pauses.list()")
     namespace = {"__name__": "shop.mail"}
     run(first, namespace)
     publish("order.paid", {})
     drain()
-    assert [each.reason for each in gates.list()] == ["the API key was revoked"]
+    assert [each.reason for each in pauses.list()] == ["the API key was revoked"]
     assert handled == []
     run(last, namespace)
     drain()
@@ -221,7 +256,7 @@ def test_limit_running():
     drain()
     assert EventLog.objects.count() == printer.calls > 0
     assert QueuedEvent.objects.filter(attempts=0).count() == 500 - printer.calls > 0
-    assert EventGate.objects.get().running == {}
+    assert FlowControl.objects.get().running == {}
 
 
 def test_the_first_screen_of_the_readme(shop, monkeypatch):
@@ -331,7 +366,7 @@ def test_dead_letters(shop, monkeypatch, capsys):
         event = EventLog.objects.get()
         assert mailed == [("card.charged is a dead letter", f"{event.event_id}: DISCARDED")]
     finally:
-        event_dead_lettered.disconnect(namespace["tell_admins"])
+        event_dead_lettered.disconnect(namespace["mail_dead_letter"])
     dead_letter(handler_name="shop.charge", error=ConnectionError("down"))
     run(code, namespace)
     assert "1 shop.charge ConnectionError\n" in capsys.readouterr().out
@@ -352,6 +387,19 @@ def test_retention(shop):
     assert list(kept) == ["order.placed", "log.purge"]
 
 
+def test_erase_personal_data(shop):
+    (code,) = blocks("erase-personal-data")
+    namespace = {"__name__": "shop.privacy"}
+    run(code, namespace)
+    ann = SimpleNamespace(pk=7, email="ann@example.com")
+    publish("mail.sent", {"customer": {"email": ann.email}}, delay=60)
+    publish("order.placed", {"total": 9}, key="customer:7", delay=60)
+    publish("order.placed", {"total": 10}, key="customer:8", delay=60)
+    assert namespace["forget_customer"](ann)
+    payloads = QueuedEvent.objects.order_by("id").values_list("payload", flat=True)
+    assert list(payloads) == ["[erased]", "[erased]", {"total": 10}]
+
+
 def test_pgbouncer(settings):
     notify, *others = blocks("pgbouncer")
     namespace = {"__name__": "project.settings", "DATABASES": {"default": {}}}
@@ -363,8 +411,8 @@ def test_pgbouncer(settings):
 
 
 def test_large_tables():
-    (code,) = blocks("large-tables")
-    imports, query = code.rsplit("\n\n", 1)
+    count, by_key = blocks("large-tables")
+    imports, query = count.rsplit("\n\n", 1)
     publish_many(("order.placed", {}) for _ in range(3))
     publish("order.paid", {})
     namespace = {"__name__": "shop.operations"}
@@ -373,53 +421,120 @@ def test_large_tables():
         ("order.placed", 3),
         ("order.paid", 1),
     ]
+    completed(key="order:4711")
+    imports, query = by_key.rsplit("\n\n", 1)
+    run(f"{imports}\nfound = {query}", namespace)
+    assert [each.key for each in namespace["found"]] == ["order:4711"]
 
 
-class Task:
-    """What Celery makes of a function."""
-
-    def __init__(self, function):
-        self.sent = []
-
-    def delay(self, *args):
-        self.sent.append(args)
-
-    def apply_async(self, args, task_id):
-        self.sent.append((*args, task_id))
+@pytest.fixture
+def celery_project(monkeypatch):
+    """A Celery app whose tasks run in the process that sends them."""
+    app = celery.Celery("shop", broker="memory://", set_as_current=False)
+    app.conf.task_always_eager = True
+    before = celery.current_app._get_current_object()
+    app.set_current()
+    app.set_default()
+    integration.register()
+    yield app
+    before.set_current()
+    before.set_default()
 
 
 @pytest.mark.django_db(transaction=True)
-def test_from_celery(shop, monkeypatch):
-    task, before, view, hand_over, as_handler = blocks("from-celery")
-    celery, tasks, mail = map(types.ModuleType, ("celery", "shop.tasks", "shop.mail"))
-    celery.shared_task = lambda **options: Task
+def test_from_celery(shop, celery_project, monkeypatch):
+    task, before, call, call_with_options, view, forward, as_handler = blocks("from-celery")
+    monkeypatch.setattr(
+        celery, "shared_task", lambda **options: celery_project.task(shared=False, **options)
+    )
+    tasks, mail = map(types.ModuleType, ("shop.tasks", "shop.mail"))
     mailed = []
     mail.mail_receipt = lambda order_id, idempotency_key: mailed.append(order_id)
-    for module in (celery, tasks, mail):
+    for module in (tasks, mail):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     run(task, vars(tasks))
-    views = {"__name__": "shop.views", "transaction": transaction, "Order": Order}
-    run(before, views | {"send_receipt": tasks.send_receipt})
-    assert tasks.send_receipt.sent == [(Order.objects.get().pk,)]
+    sent = []
+    monkeypatch.setattr(tasks.send_receipt, "run", lambda order_id: sent.append(order_id))
+    views = {
+        "__name__": "shop.views",
+        "transaction": transaction,
+        "Order": Order,
+        "send_receipt": tasks.send_receipt,
+    }
+    run(before, views)
+    run(call, views)
+    run(call_with_options, views)
+    drain()
+    assert sent == [order.pk for order in Order.objects.order_by("pk")]
+    make_due()
+    drain()
+    assert sent[-1] == views["order"].pk
 
-    run(hand_over, vars(shop))
+    run(forward, vars(shop))
     run(as_handler, {"__name__": "shop.handlers"})
     run(view, views)
     drain()
-    (order_id, task_id) = tasks.send_receipt.sent[-1]
-    assert order_id == views["order"].pk == mailed[0]
-    assert task_id
+    assert sent[-1] == views["order"].pk == mailed[0]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_celery(shop, monkeypatch, settings):
+    config, package, view, simple, with_options, instead = blocks("celery")
+    settings.CELERY_BROKER_URL = "memory://"
+    mail = types.ModuleType("shop.mail")
+    mailed = []
+    mail.mail_receipt = lambda order_id, idempotency_key: mailed.append(order_id)
+    monkeypatch.setitem(sys.modules, "shop.mail", mail)
+    monkeypatch.setattr(celery_broker, "broker", celery_broker.Broker())
+    before = celery.current_app._get_current_object()
+    for name in ("config", "config.celery"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    try:
+        run(config, vars(sys.modules["config.celery"]))
+        run(package, vars(sys.modules["config"]))
+        app = sys.modules["config"].celery_app
+        app.loader.import_default_modules()
+        run(view, {"__name__": "shop.views"})
+        run(simple, vars(shop))
+        run(with_options, vars(shop))
+        order = Order.objects.get()
+        for queue, name in (("celery", "shop.confirm"), ("mail", "shop.send_receipt")):
+            assert (order.status, mailed) == ("new" if queue == "celery" else "confirmed", [])
+            bus.drain()
+            message = take_message(app, queue)
+            assert message["handler"] == name
+            app.tasks[celery_executor.DELIVER](**message)
+            order.refresh_from_db()
+    finally:
+        celery_broker.broker.close()
+        before.set_current()
+        before.set_default()
+    assert mailed == [order.pk]
+    assert EventLog.objects.get().status == "COMPLETED"
+
+    namespace = {"__name__": "config.settings"}
+    run(instead, namespace)
+    beat = namespace["CELERY_BEAT_SCHEDULE"].values()
+    assert {each["task"] for each in beat} == {celery_drain.DRAIN} <= app.tasks.keys()
+    settings.EVENTBUS = namespace["EVENTBUS"]
+    assert checks.check_settings() == []
+
+
+def take_message(app, queue):
+    with app.connection_for_read() as broker:
+        message = app.amqp.queues[queue].bind(broker.default_channel).get(no_ack=True)
+    return message.payload[1]
 
 
 def test_avoid_duplicates(shop):
     while_queued, in_a_window, aloud, effect, for_a_while = blocks("avoid-duplicates")
-    told, booked = [], []
+    messages, booked = [], []
     namespace = {
         "__name__": "shop.views",
         "publish": publish,
         "body": {"id": "evt_1"},
         "user": SimpleNamespace(pk=7),
-        "messages": SimpleNamespace(info=lambda request, text: told.append(text)),
+        "messages": SimpleNamespace(info=lambda request, text: messages.append(text)),
         "request": None,
         "Booking": SimpleNamespace(
             objects=SimpleNamespace(create=lambda **row: booked.append(row["payment"]))
@@ -429,7 +544,7 @@ def test_avoid_duplicates(shop):
         run(each, namespace)
         run(each, namespace)
     assert QueuedEvent.objects.count() == 3
-    assert told == ["Your report is already on its way."]
+    assert messages == ["Your report is already on its way."]
     QueuedEvent.objects.all().delete()
     run(effect, namespace)
     for _ in range(2):
@@ -440,7 +555,7 @@ def test_avoid_duplicates(shop):
 
 
 def test_backpressure(settings):
-    """What the first block limits all at once, the others show one by one."""
+    """The first block has all limits together, the others show them one by one."""
     _, exceptions, dropping, metric, coalescing, tick, blocking, imports, halting, transfer = (
         blocks("backpressure")
     )
@@ -470,3 +585,140 @@ def test_backpressure(settings):
     assert namespace["transfer"](request, account).status_code == 503
     stored = QueuedEvent.objects.order_by("id").values_list("type", flat=True)
     assert list(stored) == ["metric.cpu", "tick", "row.imported", "transfer.requested"]
+
+
+@pytest.fixture
+def billing(transactional_db, monkeypatch, tmp_path):
+    """A second database with the event tables, as created in step 3 of the guide."""
+    monkeypatch.setitem(
+        connections.settings,
+        "billing",
+        {
+            **connections.settings["default"],
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": str(tmp_path / "billing.sqlite3"),
+            "OPTIONS": {"transaction_mode": "IMMEDIATE"},
+        },
+    )
+    connections["billing"].connect()  # A test must not open databases that it did not declare.
+    call_command("migrate", "django_eventbus", database="billing", verbosity=0)
+    yield connections["billing"]
+    connections["billing"].close()
+    del connections["billing"]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_several_databases(shop, settings, billing):
+    project, routers, service, handlers = blocks("several-databases")
+    namespace = {"__name__": "shop.routers"}
+    run(project, namespace)
+    run(routers, namespace)
+    settings.EVENTBUS = namespace["EVENTBUS"]
+    settings.DATABASE_ROUTERS = [namespace["BillingRouter"]()]
+    assert sorted(namespace["DATABASES"]) == sorted(connections.settings)
+    assert checks.check_settings() == []
+    assert [each.id for each in checks.check_databases() if each.id.endswith("E005")] == []
+
+    order = Order.objects.create()
+    invoice = SimpleNamespace(pk=1, order_id=order.pk, save=lambda using: None)
+    run(service, namespace)
+    namespace["pay"](invoice)
+    assert QueuedEvent.objects.using("billing").count() == 1
+    assert QueuedEvent.objects.using("default").count() == 0
+    with transaction.atomic(using="billing"), pytest.raises(ForeignTransactionError):
+        publish("invoice.paid", {}, using="default")
+
+    run(handlers, vars(shop))
+    drain(using="billing")
+    order.refresh_from_db()
+    assert order.status == "paid"
+    assert EventLog.objects.using("billing").get().status == "COMPLETED"
+
+
+def test_typing(shop, monkeypatch):
+    declared, service, handlers, bare, group = blocks("typing")
+    events = types.ModuleType("shop.events")
+    monkeypatch.setitem(sys.modules, "shop.events", events)
+    run(declared, vars(events))
+    for each in (service, handlers, bare, group):
+        run(each, vars(shop))
+    shop.paid(7, Decimal("9.90"))
+    publish(shop.OrderShipped(order_id=7, parcel="P1"))
+    drain()
+    assert shop.receipts == ["7: 9.90 EUR"]
+    assert shop.seen == ["order.paid 7", "order.shipped 7"]
+    assert shop.touched == [7]
+    with pytest.raises(TypeError):
+        events.OrderPaid(order_id=7, amuont=1)
+
+
+@pytest.fixture
+def rest_framework(monkeypatch):
+    """The parts of Django REST framework that the guide uses."""
+    names = ("", ".viewsets", ".exceptions", ".views")
+    modules = {name: types.ModuleType(f"rest_framework{name}") for name in names}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, f"rest_framework{name}", module)
+    modules[""].viewsets = modules[".viewsets"]
+    modules[".viewsets"].ModelViewSet = object
+    modules[".exceptions"].APIException = type("APIException", (Exception,), {})
+    modules[".views"].exception_handler = lambda exc, context: exc
+
+
+@pytest.mark.django_db(transaction=True)
+def test_async_and_drf(shop, rest_framework, monkeypatch):
+    pinging, ordering, handlers, api, once, limits = blocks("async-and-drf")
+    posted, clients = [], types.ModuleType("shop.clients")
+
+    class Client:
+        async def post(self, path, payload, idempotency_key):
+            posted.append((path, payload))
+
+    clients.client = Client()
+    monkeypatch.setitem(sys.modules, "shop.clients", clients)
+    namespace = {"__name__": "shop.views"}
+    for each in (pinging, ordering, handlers, api, once, limits):
+        run(each, namespace)
+    request = SimpleNamespace(path="/", POST={"total": 9}, headers={"Idempotency-Key": "k1"})
+    assert async_to_sync(namespace["ping"])(request).status_code == 200
+    assert_published("site.pinged", path="/")
+    assert async_to_sync(namespace["order_view"])(request).status_code == 201
+    first = Order.objects.get()
+    handler("site.pinged", name="ping")(print)
+    drain()
+    assert posted == [("/orders", {"order_id": first.pk})]
+
+    serializer = SimpleNamespace(save=lambda: Order.objects.create(total=1))
+    namespace["OrderViewSet"]().perform_create(serializer)
+    namespace["perform_create_once"](request, serializer)
+    with pytest.raises(DuplicateEventError):
+        namespace["perform_create_once"](request, serializer)
+    assert Order.objects.count() == QueuedEvent.objects.count() + 1 == 3
+    busy = namespace["answer_errors"](BackpressureError("full"), {})
+    assert busy.status_code == 503
+
+
+def test_bridge_third_party(monkeypatch, shop):
+    config, users, replaced, own_test = blocks("bridge-third-party")
+    wagtail = types.ModuleType("wagtail.signals")
+    wagtail.page_published = Signal()
+    monkeypatch.setitem(sys.modules, "wagtail", types.ModuleType("wagtail"))
+    monkeypatch.setitem(sys.modules, "wagtail.signals", wagtail)
+    namespace = {"__name__": "shop.bridges"}
+    for each in (config, users, replaced, own_test):
+        run(each, namespace)
+    namespace["ShopConfig"].ready(None)
+    page = SimpleNamespace(pk=3, title="Home")
+    wagtail.page_published.send(type(page), instance=page, revision=None, alias=None)
+    assert assert_published("page.published", title="Home").key == "page:3"
+
+    order_placed = Signal()
+    namespace["bridge_orders"](lambda module, name: order_placed, bridge_signal)
+    order_placed.send(None, order=SimpleNamespace(number="1001"), user=None)
+    assert_published("order.placed", number="1001")
+
+    bridge = namespace["bridge_users"]()
+    try:
+        namespace["test_a_new_user_publishes_an_event"]()
+    finally:
+        bridge.disconnect()

@@ -1,7 +1,7 @@
 """The life of an event, from publish() to the log. Start reading here.
 
-A shop places an order. Three handlers care: one reserves stock, one charges the card and fails at
-first, one ships when the charge has gone through.
+A shop places an order. Three handlers run: one reserves stock, one charges the card and fails at
+first, one ships after the charge.
 """
 
 import pytest
@@ -53,7 +53,7 @@ def place_order(order_id=7):
         return publish("order.placed", {"order_id": order_id}, key=f"order:{order_id}")
 
 
-def test_an_event_that_goes_well(shop):
+def test_an_event_succeeds(shop):
     order = place_order()
     assert QueuedEvent.objects.get().status == "PENDING"
 
@@ -68,13 +68,13 @@ def test_an_event_that_goes_well(shop):
     assert EventLog.objects.get(type="order.paid").caused_by == order.event_id
 
 
-def test_an_event_that_fails_once_and_is_retried_for_that_handler_alone(shop, card):
+def test_an_event_fails_once_and_only_the_failed_handler_is_retried(shop, card):
     card["answers"] = ["timeout"]
     order = place_order()
 
     drain()
 
-    # The charge is undone, with the event it published; the stock stays reserved.
+    # The charge is rolled back with the event it published; the stock stays reserved.
     assert effects() == ["stock"]
     waiting = QueuedEvent.objects.get()
     assert waiting.deliveries["stock"]["state"] == "done"
@@ -89,7 +89,7 @@ def test_an_event_that_fails_once_and_is_retried_for_that_handler_alone(shop, ca
     assert [error["message"] for error in logged(order).errors] == ["timeout"]
 
 
-def test_an_event_that_dies_and_is_brought_back(shop, card):
+def test_an_event_dies_and_is_retried_by_an_operator(shop, card):
     card["answers"] = ["timeout 1", "timeout 2", "timeout 3", "timeout 4"]
     order = place_order()
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""poll() and finalize(): a loop of one's own."""
+"""poll() and finalize(): handling events in a loop of the project."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -6,8 +6,15 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from django.db import transaction
 
-from django_eventbus import finalize, handler, poll, publish
-from django_eventbus.models import DeadEvent, EventLane, EventLog, EventWorker, QueuedEvent
+from django_eventbus import dead_letters, finalize, handler, pauses, poll, publish
+from django_eventbus.models import (
+    DeadEvent,
+    EventLane,
+    EventLog,
+    EventWorker,
+    FlowControl,
+    QueuedEvent,
+)
 from tests.bus import logged
 
 pytestmark = pytest.mark.django_db
@@ -17,7 +24,7 @@ LEASE = 60
 
 @pytest.fixture
 def take(clock):
-    """poll() by the clock of the test."""
+    """Call poll() with the clock of the test."""
 
     def take(*args, **options):
         return poll(*args, clock=clock, **options)
@@ -27,7 +34,7 @@ def take(clock):
 
 @pytest.fixture
 def finish(clock):
-    """finalize() by the clock of the test."""
+    """Call finalize() with the clock of the test."""
 
     def finish(*args, **options):
         return finalize(*args, clock=clock, **options)
@@ -42,14 +49,14 @@ def payloads(*events):
 # -- poll
 
 
-def test_with_nothing_to_do_poll_returns_none_and_leaves_no_trace():
+def test_poll_of_an_empty_queue_returns_none_and_registers_no_worker():
     """M4."""
     assert poll() is None
     assert not EventWorker.objects.exists()
 
 
-def test_events_with_a_key_and_without_both_have_their_turn():
-    """Each poll knows nothing of those before it."""
+def test_poll_alternates_between_events_with_and_without_a_key():
+    """A poll has no state of earlier polls."""
     for number in range(40):
         publish("x", number)
         publish("x", number, key=f"k{number}")
@@ -58,7 +65,7 @@ def test_events_with_a_key_and_without_both_have_their_turn():
     assert 0 < keyed < 40
 
 
-def test_a_polled_event_tells_all_about_itself():
+def test_a_polled_event_has_all_its_attributes():
     """M4, M8."""
     published = publish("order.placed", {"order": 7}, priority=3, headers={"trace": "a"})
     event = poll()
@@ -101,7 +108,7 @@ def test_only_the_named_queue_is_polled(settings):
     assert poll("mail").type == "mail.sent"
 
 
-def test_only_the_own_namespace_is_polled(settings):
+def test_only_events_of_the_namespace_are_polled(settings):
     """M8."""
     publish("order.placed", {})
     settings.EVENTBUS = {"NAMESPACE": "other"}
@@ -132,7 +139,7 @@ def test_no_registered_handler_runs():
 # -- finalize
 
 
-def test_finalized_without_errors_is_completed(take, finish, clock):
+def test_an_event_finalized_without_errors_is_completed(take, finish, clock):
     """M4, M5."""
     published = publish("order.placed", {"order": 7})
     event = take()
@@ -149,7 +156,7 @@ def test_finalized_without_errors_is_completed(take, finish, clock):
     assert not EventWorker.objects.exists()
 
 
-def test_finalized_with_errors_is_completed_with_errors_and_has_them_all():
+def test_an_event_finalized_with_errors_is_completed_with_errors_and_keeps_them():
     """M5, M28."""
     published = publish("order.placed", {})
     assert finalize(poll(), [ValueError("first"), "second", KeyError("third")]) is True
@@ -161,7 +168,7 @@ def test_finalized_with_errors_is_completed_with_errors_and_has_them_all():
     assert log.error_fingerprint != ""
 
 
-def test_finalized_as_failed_is_failed():
+def test_an_event_finalized_as_failed_is_failed():
     """M5."""
     published = publish("order.placed", {})
     assert finalize(poll(), [ValueError("no")], failed=True) is True
@@ -193,7 +200,7 @@ def test_a_second_finalize_does_nothing():
     assert logged(published).status == "COMPLETED"
 
 
-def test_a_finalize_that_comes_too_late_leaves_the_callers_transaction_usable():
+def test_a_late_finalize_leaves_the_transaction_of_the_caller_usable():
     """M4."""
     publish("order.placed", {})
     event = poll()
@@ -204,8 +211,8 @@ def test_a_finalize_that_comes_too_late_leaves_the_callers_transaction_usable():
     assert QueuedEvent.objects.get().type == "still.usable"
 
 
-def test_a_finalize_that_is_rolled_back_did_not_happen():
-    """M4: finalize with your own writes, both or none."""
+def test_a_rolled_back_finalize_has_no_effect():
+    """M4: finalize() and the caller's writes are in one transaction."""
     publish("order.placed", {})
     event = poll()
     with transaction.atomic():
@@ -226,7 +233,7 @@ def test_a_finalize_that_is_rolled_back_did_not_happen():
     ],
     ids=["nul", "long", "long name", "text"],
 )
-def test_an_error_that_no_column_would_take_is_stored_all_the_same(error):
+def test_an_error_that_no_column_accepts_is_cleaned_and_stored(error):
     """M5."""
     published = publish("order.placed", {})
     assert finalize(poll(), [error]) is True
@@ -237,7 +244,7 @@ def test_an_error_that_no_column_would_take_is_stored_all_the_same(error):
 # -- abandoned
 
 
-def test_an_abandoned_event_is_polled_again_with_one_attempt_more(take, finish, clock):
+def test_an_abandoned_event_is_polled_again_with_the_next_attempt(take, finish, clock):
     """M3, M7."""
     published = publish("order.placed", {})
     first = take()
@@ -257,7 +264,7 @@ def test_an_abandoned_event_is_polled_again_with_one_attempt_more(take, finish, 
     assert log.attempts == 2
 
 
-def test_the_late_finalize_of_an_abandoned_event_has_no_effect_on_the_second_try(
+def test_the_late_finalize_of_an_abandoned_event_does_not_affect_the_second_attempt(
     take, finish, clock
 ):
     """M3."""
@@ -271,7 +278,7 @@ def test_the_late_finalize_of_an_abandoned_event_has_no_effect_on_the_second_try
     assert [each["type"] for each in row.errors] == ["WorkerLost"]
 
 
-def test_who_is_late_but_was_not_missed_may_still_finalize(take, finish, clock):
+def test_a_late_caller_may_finalize_an_event_that_was_not_polled_again(take, finish, clock):
     """M3."""
     published = publish("order.placed", {})
     event = take()
@@ -290,7 +297,7 @@ def test_the_lease_is_a_setting(take, clock, settings):
     assert take() is not None
 
 
-def test_an_abandoned_event_keeps_a_record_of_it(take, finish, clock):
+def test_an_abandoned_event_keeps_an_error_record(take, finish, clock):
     """M3, M28."""
     published = publish("order.placed", {})
     take()
@@ -317,8 +324,8 @@ def test_an_event_abandoned_too_often_is_dead_as_crashed(take, clock):
     assert not EventWorker.objects.exists()
 
 
-def test_an_event_that_is_dead_as_crashed_is_told_of(take, clock, capture):
-    """M6: nobody else would ever say so."""
+def test_an_event_that_is_dead_as_crashed_is_logged(take, clock, capture):
+    """M6: no worker would report it."""
     published = publish("order.placed", {})
     for _ in range(3):
         take()
@@ -328,7 +335,7 @@ def test_an_event_that_is_dead_as_crashed_is_told_of(take, clock, capture):
     assert f"{published.event_id} is a dead letter" in line.getMessage()
 
 
-def test_a_dead_one_does_not_keep_the_next_one_waiting(take, clock):
+def test_a_dead_event_does_not_delay_the_next_one(take, clock):
     """M6."""
     publish("order.placed", "poison")
     for _ in range(3):
@@ -338,7 +345,7 @@ def test_a_dead_one_does_not_keep_the_next_one_waiting(take, clock):
     assert take().payload == "good"
 
 
-def test_how_often_is_too_often_is_a_setting(take, clock, settings):
+def test_the_number_of_crashes_allowed_is_a_setting(take, clock, settings):
     """M6."""
     settings.EVENTBUS = {"MAX_CRASHES": 1}
     published = publish("order.placed", {})
@@ -391,7 +398,7 @@ def test_an_abandoned_event_of_a_key_comes_before_its_successors(take, finish, c
     assert take().payload == 2
 
 
-def test_a_dead_event_of_a_key_lets_its_successors_go_on(take, clock):
+def test_a_dead_event_of_a_key_does_not_block_its_successors(take, clock):
     """M6, M15."""
     publish("order.placed", "poison", key="a")
     for _ in range(3):
@@ -401,11 +408,43 @@ def test_a_dead_event_of_a_key_lets_its_successors_go_on(take, clock):
     assert take().payload == "good"
 
 
+@pytest.mark.parametrize("key", [None, "a"])
+def test_poll_releases_events_whose_flow_control_was_deleted(key):
+    published = publish("x", 1, key=key)
+    pauses.pause(type="x")
+    assert poll() is None
+    FlowControl.objects.all().delete()
+    assert poll().id == published.event_id
+
+
+@pytest.mark.parametrize(("errors", "failed"), [([], True), (["no"], True), (["no"], False)])
+def test_a_dead_letter_of_an_own_loop_blocks_its_key(settings, errors, failed):
+    settings.EVENTBUS = {"DEAD_HEAD": "block"}
+    first, second = publish("x", 1, key="a"), publish("x", 2, key="a")
+    assert finalize(poll(), errors, failed=failed) is True
+    assert poll() is None
+    assert EventLane.objects.get().blocked_by == first.event_id
+    dead_letters.retry(first.event_id)
+    for each in (first, second):
+        event = poll()
+        assert event.id == each.event_id
+        assert finalize(event) is True
+    assert not EventLane.objects.exists()
+
+
+def test_an_event_of_an_own_loop_that_succeeds_does_not_block_its_key(settings):
+    settings.EVENTBUS = {"DEAD_HEAD": "block"}
+    publish("x", 1, key="a")
+    publish("x", 2, key="a")
+    assert finalize(poll()) is True
+    assert poll().payload == 2
+
+
 # -- the loop
 
 
 def run_loop(handle):
-    """The loop of the module's docstring, which ends instead of sleeping."""
+    """The loop in the docstring of the module, which ends instead of sleeping."""
     while True:
         event = poll()
         if event is None:
@@ -419,7 +458,7 @@ def run_loop(handle):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_loop_of_ten_lines_handles_everything():
+def test_a_simple_loop_with_poll_and_finalize_handles_every_event():
     """M4."""
     seen = []
 

@@ -1,5 +1,6 @@
-"""Putting events in: part of the caller's transaction, and never to its harm."""
+"""Publishing is part of the caller's transaction and never breaks it."""
 
+import inspect
 import os
 import socket
 import threading
@@ -31,18 +32,19 @@ from django_eventbus import (
     UnknownEventError,
     UnknownQueueError,
     apublish,
+    bridge_model,
     handler,
     publish,
     publish_many,
     shutdown,
 )
 from django_eventbus.exceptions import ForeignTransactionError
-from django_eventbus.models import EventLog, EventMark, QueuedEvent
-from django_eventbus.publishing import reopen
+from django_eventbus.models import EventLog, IdempotencyKey, QueuedEvent
+from django_eventbus.publishing.publisher import reopen
 from django_eventbus.signals import event_published
-from django_eventbus.store.marks import PUBLISHED
+from django_eventbus.store.idempotency_keys import PUBLISHED
 from tests.bus import drain
-from tests.shop.models import Effect
+from tests.shop.models import Customer, Effect
 
 pytestmark = pytest.mark.django_db
 
@@ -60,7 +62,7 @@ class RoomBooked(Booked, type="test-publishing.room.booked", version=3):
 
 
 class Refusal(Exception):
-    """What a test raises to roll back."""
+    """Raised by a test to roll back."""
 
 
 @contextmanager
@@ -76,7 +78,7 @@ def queued():
 
 @pytest.fixture
 def handled():
-    """The payloads that a handler of everything has seen."""
+    """The payloads that a handler of all types got."""
     seen = []
     handler("*", name="see")(lambda event: seen.append(event.payload))
     return seen
@@ -86,7 +88,7 @@ def handled():
 
 
 @with_real_transactions
-def test_committed_is_handled(handled):
+def test_a_committed_event_is_handled(handled):
     """M1."""
     with transaction.atomic():
         publish("order.placed", {"order": 7})
@@ -96,7 +98,7 @@ def test_committed_is_handled(handled):
 
 
 @with_real_transactions
-def test_rolled_back_is_never_handled(handled):
+def test_a_rolled_back_event_is_never_handled(handled):
     """M1, F40."""
     with rolled_back():
         publish("order.placed", {"order": 7})
@@ -107,7 +109,7 @@ def test_rolled_back_is_never_handled(handled):
 
 
 @with_real_transactions
-def test_an_inner_savepoint_takes_only_its_own_events_back(handled):
+def test_an_inner_savepoint_rolls_back_only_its_own_events(handled):
     """M1, F40."""
     with transaction.atomic():
         publish("order.placed", {"order": 1})
@@ -120,7 +122,7 @@ def test_an_inner_savepoint_takes_only_its_own_events_back(handled):
 
 
 @with_real_transactions
-def test_an_uncommitted_event_is_seen_by_nobody_else():
+def test_an_uncommitted_event_is_invisible_to_other_connections():
     """M1."""
 
     def count_elsewhere():
@@ -185,7 +187,7 @@ def test_workers_are_woken_once_per_transaction(django_capture_on_commit_callbac
 
 
 @with_real_transactions
-def test_a_rolled_back_savepoint_does_not_take_the_wake_up_of_others_with_it():
+def test_a_rolled_back_savepoint_does_not_cancel_the_wake_up_of_other_events():
     with transaction.atomic():
         with rolled_back():
             publish("order.placed", {"order": 1})
@@ -200,8 +202,8 @@ def test_a_rolled_back_savepoint_does_not_take_the_wake_up_of_others_with_it():
 
 
 @with_real_transactions
-def test_who_commits_by_hand_can_publish(handled):
-    """With autocommit off Django knows no moment after the commit: workers look by themselves."""
+def test_publishing_works_with_autocommit_off(handled):
+    """With autocommit off there are no on_commit callbacks, so workers find events by polling."""
     transaction.set_autocommit(False)
     try:
         publish("x", 1)
@@ -221,7 +223,7 @@ def test_a_duplicate_in_strict_order_needs_no_transaction_around_it(settings):
     assert publish("x", 2, key="k", dedup_key="d") == first
 
 
-def test_what_is_published_is_what_is_stored():
+def test_every_argument_of_publish_is_stored():
     """M8, M23."""
     event_id = uuid.uuid4()
     returned = publish(
@@ -251,7 +253,7 @@ def test_what_is_published_is_what_is_stored():
 
 
 @pytest.mark.parametrize("once", [{}, {"event_id": uuid.uuid4()}, {"dedup_key": "order:7"}])
-def test_the_returned_event_has_its_ids_and_the_databases_time_of_making(once):
+def test_the_returned_event_has_its_ids_and_the_database_time(once):
     """M23."""
     event = publish("order.placed", {}, **once)
     stored = QueuedEvent.objects.get()
@@ -260,7 +262,7 @@ def test_the_returned_event_has_its_ids_and_the_databases_time_of_making(once):
     assert event.created_at == stored.created_at
 
 
-def test_an_event_without_an_id_of_the_callers_gets_one_that_sorts_by_time():
+def test_a_generated_event_id_sorts_by_time():
     assert publish("order.placed", {}).event_id.version == 7
 
 
@@ -315,13 +317,13 @@ def test_a_handler_gets_the_payload_that_was_published(handled, payload, many):
 
 
 @pytest.mark.parametrize("many", [False, True], ids=["publish", "publish_many"])
-def test_a_pattern_is_no_type(many):
+def test_a_pattern_is_refused_as_a_type(many):
     with pytest.raises(InvalidPayloadError, match="is a pattern"):
         publish_many([("order.*", {})]) if many else publish("order.*", {})
     assert queued() == []
 
 
-def test_a_payload_is_not_needed(handled):
+def test_a_payload_is_optional(handled):
     publish("server.started")
     drain()
     assert handled == [None]
@@ -350,7 +352,7 @@ def test_an_event_published_by_the_name_of_a_class_has_the_version_of_the_class(
     assert publish("test-publishing.nobody.declared.this", {}).version == 1
 
 
-def test_what_a_handler_publishes_names_its_cause():
+def test_an_event_published_by_a_handler_names_its_cause():
     @handler("order.placed", name="first")
     def first(event):
         publish("order.confirmed", {})
@@ -393,7 +395,7 @@ def test_many_events_of_both_kinds_may_come_from_a_generator():
     assert len(set(QueuedEvent.objects.values_list("event_id", flat=True))) == 3
 
 
-def test_each_of_many_events_can_have_a_key_of_its_own():
+def test_each_of_many_events_can_have_its_own_key():
     class Moved(Event, type="publishing.moved"):
         order: int
 
@@ -407,7 +409,7 @@ def test_each_of_many_events_can_have_a_key_of_its_own():
         publish_many([("order.placed", {})], key=lambda item: "")
 
 
-def test_many_events_without_options_are_like_single_ones_without_options():
+def test_many_events_have_the_same_defaults_as_a_single_event():
     publish("order.placed", {})
     publish_many([("order.placed", {})])
     alike = ("namespace", "queue", "version", "headers", "key", "priority", "producer", "caused_by")
@@ -417,7 +419,7 @@ def test_many_events_without_options_are_like_single_ones_without_options():
     assert one["priority"] == 0
 
 
-def test_many_is_one_statement_per_thousand():
+def test_publish_many_sends_one_statement_per_thousand_events():
     if connection.vendor != "postgresql":
         pytest.skip("the portable store is bound by the number of parameters of a statement")
     with CaptureQueriesContext(connection) as queries:
@@ -425,7 +427,7 @@ def test_many_is_one_statement_per_thousand():
     assert [each["sql"].split()[0] for each in queries] == ["INSERT"] * 3
 
 
-def test_a_generator_is_read_in_pieces_and_not_all_at_once():
+def test_a_generator_is_read_in_chunks():
     """M22."""
     ahead = []
 
@@ -438,7 +440,7 @@ def test_a_generator_is_read_in_pieces_and_not_all_at_once():
     assert max(ahead) <= 1000
 
 
-def test_none_at_all_are_no_statement():
+def test_publishing_no_events_sends_no_statement():
     with CaptureQueriesContext(connection) as queries:
         assert publish_many([]) == 0
     assert len(queries) == 0
@@ -465,13 +467,13 @@ def test_many_events_may_be_published_for_a_time(handled):
 
 
 @pytest.mark.parametrize("item", ["order.placed", 7, None, ("a", 1, 2), ("order.placed",)])
-def test_what_is_neither_an_event_nor_a_pair_is_refused(item):
+def test_an_item_that_is_neither_an_event_nor_a_pair_is_refused(item):
     with pytest.raises(InvalidPayloadError):
         publish_many([item])
     assert queued() == []
 
 
-def test_a_bad_item_leaves_its_piece_unwritten_and_the_callers_transaction_usable():
+def test_an_invalid_item_rejects_its_chunk_and_the_transaction_stays_usable():
     """M25, F43."""
     with transaction.atomic():
         with pytest.raises(InvalidPayloadError, match="contains a NUL"):
@@ -484,7 +486,7 @@ def test_a_bad_item_leaves_its_piece_unwritten_and_the_callers_transaction_usabl
 
 
 def test_a_delay_is_counted_by_the_clock_of_the_database(monkeypatch):
-    """M7: the clock of this machine is wrong, and nobody cares."""
+    """M7: a wrong clock of this machine has no effect."""
     monkeypatch.setattr("django.utils.timezone.now", lambda: datetime(2001, 1, 1, tzinfo=UTC))
     monkeypatch.setattr("time.time", lambda: 0.0)
     publish("order.placed", {}, delay=3600)
@@ -502,14 +504,14 @@ def test_a_delayed_event_is_not_handled_yet(handled):
     assert handled == []
 
 
-def test_a_time_that_has_come_is_now(handled):
+def test_an_event_for_a_past_time_is_handled_now(handled):
     publish("order.placed", 1, at=datetime(2001, 1, 1, tzinfo=UTC))
     publish("order.placed", 2, delay=0)
     drain()
     assert sorted(handled) == [1, 2]
 
 
-def test_a_time_is_stored_to_the_moment_whatever_its_zone():
+def test_a_time_in_any_time_zone_is_stored_exactly():
     zone = timezone(timedelta(hours=5, minutes=30))
     publish("order.placed", {}, at=datetime(2040, 1, 1, 12, 30, 15, 123456, tzinfo=zone))
     (at,) = QueuedEvent.objects.values_list("available_at", flat=True)
@@ -627,7 +629,7 @@ def test_a_payload_may_be_as_deep_as_the_database_can_read(handled, store, many)
         return publish_many([("x", payload)]) if many else publish("x", payload)
 
     with transaction.atomic():
-        with pytest.raises(InvalidPayloadError, match=f"nested more than {deepest} deep"):
+        with pytest.raises(InvalidPayloadError, match=f"nested more than {deepest} levels deep"):
             send(nested(deepest + 1))
         send(nested(deepest))
     drain()
@@ -656,7 +658,7 @@ def test_an_unknown_queue_is_refused_with_a_hint():
 # -- once
 
 
-def test_the_same_event_id_twice_adds_one():
+def test_publishing_an_event_id_twice_adds_one_event():
     event_id = uuid.uuid4()
     first = publish("order.placed", {"n": 1}, event_id=event_id)
     second = publish("order.placed", {"n": 2}, event_id=event_id)
@@ -679,7 +681,7 @@ def test_an_event_id_that_was_handled_and_logged_is_not_handled_again(handled):
 
 @with_real_transactions
 def test_an_event_that_ended_is_never_seen_in_the_queue_while_it_is_published_again(handled):
-    """A worker that looked in between would handle it twice."""
+    """Otherwise a worker could claim it in between and handle it twice."""
     event_id = uuid.uuid4()
     publish("order.placed", {}, event_id=event_id)
     drain()
@@ -705,7 +707,7 @@ def test_an_event_that_ended_is_never_seen_in_the_queue_while_it_is_published_ag
     assert not any(seen)
 
 
-def test_while_a_dedup_key_is_queued_nothing_is_added_and_the_queued_one_returned():
+def test_publishing_a_queued_dedup_key_adds_nothing_and_returns_the_queued_event():
     first = publish("order.placed", {"n": 1}, dedup_key="order:7")
     second = publish("order.changed", {"n": 2}, dedup_key="order:7")
     other = publish("order.placed", {"n": 3}, dedup_key="order:8")
@@ -716,7 +718,7 @@ def test_while_a_dedup_key_is_queued_nothing_is_added_and_the_queued_one_returne
     assert QueuedEvent.objects.count() == 2
 
 
-def test_a_dedup_key_is_free_again_when_its_event_has_ended(handled):
+def test_a_dedup_key_can_be_reused_when_its_event_has_ended(handled):
     publish("order.placed", 1, dedup_key="order:7")
     drain()
     publish("order.placed", 2, dedup_key="order:7")
@@ -724,7 +726,7 @@ def test_a_dedup_key_is_free_again_when_its_event_has_ended(handled):
     assert handled == [1, 2]
 
 
-def test_a_dedup_key_is_taken_while_its_event_is_being_handled():
+def test_a_dedup_key_is_in_use_while_its_event_is_being_handled():
     seen = []
 
     @handler("order.placed", name="again")
@@ -744,7 +746,7 @@ def test_dedup_keys_that_look_alike_are_different(one, other):
     assert QueuedEvent.objects.count() == 2
 
 
-def test_a_dedup_key_holds_in_its_own_namespace(settings):
+def test_a_dedup_key_applies_to_its_own_namespace(settings):
     """M8."""
     publish("order.placed", {}, dedup_key="order:7")
     settings.EVENTBUS = {"NAMESPACE": "other"}
@@ -755,7 +757,7 @@ def test_a_dedup_key_holds_in_its_own_namespace(settings):
 HOUR = timedelta(hours=1)
 
 
-def test_a_window_holds_when_its_event_has_ended(handled):
+def test_a_window_still_applies_when_its_event_has_ended(handled):
     first = publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
     drain()
     again = publish("order.placed", 2, dedup_key="order:7", dedup_for=HOUR)
@@ -767,30 +769,30 @@ def test_a_window_holds_when_its_event_has_ended(handled):
     assert handled == [1, 3]
 
 
-def test_a_window_is_counted_from_the_publishing_by_the_databases_clock():
+def test_a_window_starts_at_publishing_by_the_database_clock():
     publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
-    mark = EventMark.objects.annotate(left=F("expires_at") - Now()).get(scope=PUBLISHED)
+    mark = IdempotencyKey.objects.annotate(left=F("expires_at") - Now()).get(scope=PUBLISHED)
     assert timedelta(minutes=59) < mark.left <= HOUR
 
 
-def test_a_window_that_is_over_is_free(handled):
+def test_a_dedup_key_can_be_reused_after_its_window(handled):
     publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
     drain()
-    EventMark.objects.update(expires_at=datetime(2020, 1, 1, tzinfo=UTC))
+    IdempotencyKey.objects.update(expires_at=datetime(2020, 1, 1, tzinfo=UTC))
     second = publish("order.placed", 2, dedup_key="order:7", dedup_for=HOUR)
     drain()
     assert handled == [1, 2]
-    assert EventMark.objects.get(scope=PUBLISHED).event_id == second.event_id
+    assert IdempotencyKey.objects.get(scope=PUBLISHED).event_id == second.event_id
 
 
-def test_a_queued_event_holds_its_key_longer_than_its_window():
+def test_a_queued_event_keeps_its_dedup_key_beyond_its_window():
     first = publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
     past = datetime(2020, 1, 1, tzinfo=UTC)
-    EventMark.objects.update(expires_at=past)
+    IdempotencyKey.objects.update(expires_at=past)
     again = publish("order.placed", 2, dedup_key="order:7", dedup_for=HOUR)
     assert again.pk == first.pk
-    # A duplicate begins no window of its own.
-    assert EventMark.objects.get(scope=PUBLISHED).expires_at == past
+    # A duplicate does not start a new window.
+    assert IdempotencyKey.objects.get(scope=PUBLISHED).expires_at == past
 
 
 def test_publishing_the_same_event_again_in_its_window_adds_nothing(handled):
@@ -804,7 +806,7 @@ def test_publishing_the_same_event_again_in_its_window_adds_nothing(handled):
     assert handled == [1]
 
 
-def test_a_window_rolled_back_was_never_there(handled):
+def test_a_rolled_back_window_does_not_exist(handled):
     with rolled_back():
         publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
     publish("order.placed", 2, dedup_key="order:7", dedup_for=HOUR)
@@ -814,40 +816,40 @@ def test_a_window_rolled_back_was_never_there(handled):
 
 @pytest.mark.parametrize("ended", [False, True])
 @pytest.mark.parametrize("window", [{}, {"dedup_for": HOUR}])
-def test_a_duplicate_may_be_told_and_the_transaction_stays_usable(handled, window, ended):
+def test_on_duplicate_raise_leaves_the_transaction_usable(handled, window, ended):
     publish("order.placed", 1, dedup_key="order:7", **window)
     if ended:
         drain()
         if not window:
             return
     with transaction.atomic():
-        with pytest.raises(DuplicateEventError, match="'order:7' is known"):
+        with pytest.raises(DuplicateEventError, match="'order:7' exists already"):
             publish("order.placed", 2, dedup_key="order:7", on_duplicate="raise", **window)
         publish("order.noticed", 3)
     drain()
     assert handled == [1, 3]
 
 
-def test_a_known_event_id_may_be_told():
+def test_on_duplicate_raise_applies_to_an_existing_event_id():
     first = publish("order.placed", 1, event_id=uuid.uuid4())
     with pytest.raises(DuplicateEventError, match=str(first.event_id)):
         publish("order.placed", 1, event_id=first.event_id, on_duplicate="raise")
 
 
-def test_windows_that_are_over_are_cleared_away_by_a_worker(handled):
+def test_a_worker_deletes_expired_windows(handled):
     publish("order.placed", 1, dedup_key="order:7", dedup_for=HOUR)
-    EventMark.objects.update(expires_at=datetime(2020, 1, 1, tzinfo=UTC))
+    IdempotencyKey.objects.update(expires_at=datetime(2020, 1, 1, tzinfo=UTC))
     drain()
-    assert not EventMark.objects.exists()
+    assert not IdempotencyKey.objects.exists()
 
 
-def test_events_without_a_dedup_key_are_all_different():
+def test_events_without_a_dedup_key_are_never_duplicates():
     for _ in range(3):
         publish("order.placed", {})
     assert QueuedEvent.objects.count() == 3
 
 
-def test_what_added_nothing_is_not_announced(announced):
+def test_a_duplicate_does_not_send_the_signal(announced):
     event_id = uuid.uuid4()
     publish("order.placed", {}, event_id=event_id)
     publish("order.placed", {}, event_id=event_id)
@@ -896,8 +898,8 @@ def test_two_threads_with_one_dedup_key_leave_one_event(in_transaction):
     ],
     ids=["dedup key", "window", "event id"],
 )
-def test_two_threads_with_an_identity_that_was_used_before_do_not_deadlock(identity):
-    """Of what is deleted InnoDB keeps a trace in its indexes for a while, and locks that."""
+def test_two_threads_that_reuse_an_event_id_or_dedup_key_do_not_deadlock(identity):
+    """InnoDB keeps deleted rows in its indexes for a while and locks them."""
 
     def publish_once():
         with transaction.atomic():
@@ -908,12 +910,12 @@ def test_two_threads_with_an_identity_that_was_used_before_do_not_deadlock(ident
         assert first.event_id == second.event_id
         assert QueuedEvent.objects.count() == 1
         QueuedEvent.objects.all().delete()
-        EventMark.objects.filter(scope=PUBLISHED).delete()
+        IdempotencyKey.objects.filter(scope=PUBLISHED).delete()
 
 
 @with_real_transactions
 @pytest.mark.skipif("connection.vendor == 'sqlite'", reason="SQLite has one writer")
-def test_duplicates_of_what_is_queued_do_not_wait_for_each_other():
+def test_duplicates_of_a_queued_event_do_not_wait_for_each_other():
     publish("order.placed", {}, dedup_key="k")
     published, may_end = threading.Event(), threading.Event()
 
@@ -934,7 +936,7 @@ def test_duplicates_of_what_is_queued_do_not_wait_for_each_other():
 
 
 @with_real_transactions
-def test_a_dedup_key_whose_first_event_is_rolled_back_goes_to_the_second():
+def test_the_second_publisher_gets_a_dedup_key_if_the_first_rolls_back():
     published, may_roll_back = threading.Event(), threading.Event()
 
     def roll_back():
@@ -972,12 +974,17 @@ def test_after_shutdown_nothing_can_be_published():
     assert queued() == ["order.placed"]
 
 
+def test_apublish_has_the_same_parameters_as_publish():
+    here, there = inspect.signature(publish), inspect.signature(apublish)
+    assert here.parameters == there.parameters
+
+
 # -- transactions of other databases
 
 
 @pytest.fixture
 def elsewhere(transactional_db, tmp_path):
-    """The alias of a second database, which has only the table of the queue."""
+    """The alias of a second database that has only the queue table."""
     wanted = {"ENGINE": "django.db.backends.sqlite3", "NAME": tmp_path / "elsewhere.sqlite3"}
     known = connections.configure_settings({"default": {}, "elsewhere": wanted})["elsewhere"]
     made = DatabaseWrapper(known, "elsewhere")
@@ -991,10 +998,10 @@ def elsewhere(transactional_db, tmp_path):
     del connections["elsewhere"], connections.settings["elsewhere"]
 
 
-def test_an_event_outside_of_the_open_transaction_is_warned_of(elsewhere):
+def test_an_event_outside_of_the_open_transaction_causes_a_warning(elsewhere):
     message = (
         r"publishing to the database 'default' while the open transaction is on 'elsewhere': "
-        r"rolling that back will not take the event back"
+        r"a rollback of that transaction will not remove the event"
     )
     with transaction.atomic(using=elsewhere):
         with pytest.warns(RuntimeWarning, match=message) as caught:
@@ -1021,20 +1028,85 @@ def test_an_event_outside_of_the_open_transaction_may_be_allowed(elsewhere, sett
     assert queued() == ["order.placed"]
 
 
-def test_an_event_inside_of_one_of_several_open_transactions_is_fine(elsewhere, settings):
+@pytest.mark.parametrize("inner", ["default", "elsewhere"])
+def test_a_second_open_transaction_is_noticed_whichever_was_opened_first(
+    elsewhere, settings, inner
+):
+    """A rollback of the other one would not remove the event, so publish() cannot choose."""
     settings.EVENTBUS = {"FOREIGN_TRANSACTION": "error"}
-    with transaction.atomic(using=elsewhere), transaction.atomic():
+    outer = "elsewhere" if inner == "default" else "default"
+    message = (
+        r"publishing to the database 'default' while a transaction is open on 'elsewhere' too: "
+        r"a rollback of that transaction will not remove the event; "
+        r"pass using='default' to choose the database"
+    )
+    with transaction.atomic(using=outer), transaction.atomic(using=inner):
+        with pytest.raises(ForeignTransactionError, match=message):
+            publish("order.placed", {})
+        with pytest.raises(ForeignTransactionError, match=message):
+            publish_many([("order.placed", {})])
+    assert queued() == []
+
+
+def test_a_second_open_transaction_causes_a_warning_unless_it_is_allowed(elsewhere, settings):
+    with transaction.atomic(), transaction.atomic(using=elsewhere):
+        with pytest.warns(RuntimeWarning, match="on 'elsewhere' too") as caught:
+            publish("order.placed", {})
+        assert caught[0].filename == __file__
+        settings.EVENTBUS = {"FOREIGN_TRANSACTION": "allow"}
         publish("order.placed", {})
-    assert queued() == ["order.placed"]
+    assert queued() == ["order.placed"] * 2
 
 
-def test_without_any_open_transaction_there_is_nothing_to_warn_of(elsewhere, settings):
+def test_with_two_open_transactions_using_chooses_one(elsewhere, settings):
+    settings.EVENTBUS = {"FOREIGN_TRANSACTION": "error", "DATABASES": ["default", elsewhere]}
+    with transaction.atomic(), transaction.atomic(using=elsewhere):
+        with pytest.raises(ForeignTransactionError, match="'default' or using='elsewhere'"):
+            publish("order.placed", 1)
+        publish("order.placed", 2, using="default")
+        publish("order.placed", 3, using=elsewhere)
+    here = QueuedEvent.objects.values_list("payload", flat=True)
+    there = QueuedEvent.objects.using(elsewhere).values_list("payload", flat=True)
+    assert (list(here), list(there)) == ([2], [3])
+
+
+def test_a_bridged_row_and_its_event_share_the_database_whatever_else_is_open(elsewhere, settings):
+    settings.EVENTBUS = {"FOREIGN_TRANSACTION": "error"}
+    bridge = bridge_model(Customer, created="customer.created", fields=[])
+    try:
+        with transaction.atomic(), transaction.atomic(using=elsewhere):
+            Customer.objects.create()
+    finally:
+        bridge.disconnect()
+    assert queued() == ["customer.created"]
+
+
+def test_the_transaction_that_a_test_case_opens_does_not_count(elsewhere, settings):
+    settings.EVENTBUS = {"FOREIGN_TRANSACTION": "error", "DATABASES": ["default", elsewhere]}
+    with of_a_test_case("default"), of_a_test_case(elsewhere):
+        publish("order.placed", 1)
+        with transaction.atomic(using=elsewhere):
+            publish("order.placed", 2)
+        refused = pytest.raises(ForeignTransactionError, match="using='default' or")
+        with transaction.atomic(), transaction.atomic(using=elsewhere), refused:
+            publish("order.placed", 3)
+    there = QueuedEvent.objects.using(elsewhere).values_list("payload", flat=True)
+    assert (queued(), list(there)) == (["order.placed"], [2])
+
+
+def of_a_test_case(alias):
+    block = transaction.atomic(using=alias)
+    block._from_testcase = True
+    return block
+
+
+def test_without_an_open_transaction_there_is_no_warning(elsewhere, settings):
     settings.EVENTBUS = {"FOREIGN_TRANSACTION": "error"}
     publish("order.placed", {})
     assert queued() == ["order.placed"]
 
 
-def test_the_database_of_the_open_transaction_is_chosen_if_the_bus_is_at_home_there(
+def test_the_database_of_the_open_transaction_is_chosen_if_it_has_the_event_tables(
     elsewhere, settings
 ):
     """M1, on any database."""
@@ -1066,12 +1138,12 @@ def test_a_database_that_is_named_is_used_and_checked(elsewhere, settings):
     assert QueuedEvent.objects.using(elsewhere).count() == 2
 
 
-# -- announcements
+# -- signals
 
 
 @pytest.fixture
 def announced():
-    """The events that were announced as published."""
+    """The events for which the published signal was sent."""
     seen = []
 
     def receive(sender, event, **kwargs):
@@ -1082,7 +1154,7 @@ def announced():
     event_published.disconnect(receive)
 
 
-def test_every_published_event_is_announced(announced):
+def test_every_published_event_sends_the_signal(announced):
     event = publish("order.placed", {"order": 7})
     publish_many([("mail.sent", 1), ("mail.sent", 2)])
     assert announced[0] == event
@@ -1090,7 +1162,7 @@ def test_every_published_event_is_announced(announced):
     assert [each.payload for each in announced] == [{"order": 7}, 1, 2]
 
 
-def test_an_announcement_is_made_inside_the_transaction_of_the_publisher():
+def test_the_signal_is_sent_inside_the_transaction_of_the_publisher():
     seen = []
 
     def receive(sender, event, **kwargs):
@@ -1104,7 +1176,7 @@ def test_an_announcement_is_made_inside_the_transaction_of_the_publisher():
     assert seen == [True]
 
 
-def test_a_receiver_that_fails_does_no_harm(announced, caplog):
+def test_a_failing_receiver_does_not_affect_publishing(announced, caplog):
     def fail(sender, event, **kwargs):
         raise Refusal("not my day")
 

@@ -1,4 +1,4 @@
-"""What an operator may do with events that still wait."""
+"""Actions of operators on waiting events."""
 
 from datetime import timedelta
 
@@ -42,7 +42,9 @@ def test_a_delayed_event_can_run_now(seen):
     drain()
     assert seen == [1]
     ended = EventLog.objects.get()
-    assert ended.created_at < ended.due_at < ended.finished_at, "it was due when somebody said so"
+    assert ended.created_at < ended.due_at < ended.finished_at, (
+        "it was due when the operator said so"
+    )
 
 
 def test_an_event_that_waits_for_its_retry_can_run_now():
@@ -55,7 +57,7 @@ def test_an_event_that_waits_for_its_retry_can_run_now():
     assert logged(event).status == "COMPLETED"
 
 
-def test_the_first_of_a_key_can_run_now_and_the_others_follow():
+def test_the_first_event_of_a_key_can_run_now_and_the_others_follow():
     runs = fails_at_first()
     first, second = publish("x", 1, key="k"), publish("x", 2, key="k")
     drain()
@@ -66,12 +68,12 @@ def test_the_first_of_a_key_can_run_now_and_the_others_follow():
     assert runs == [1, 1, 2]
 
 
-def test_what_is_ready_need_not_be_hastened(seen):
+def test_run_now_skips_an_event_that_is_ready(seen):
     event = publish("x", 1)
     assert queued.run_now([event.event_id]) == 0
 
 
-def test_what_is_being_handled_is_left_alone(store, worker_id):
+def test_an_event_that_is_being_handled_cannot_be_changed(store, worker_id):
     event = publish("x", 1)
     store.claim("default", limit=1, worker_id=worker_id)
     assert queued.run_now([event.event_id]) == 0
@@ -92,7 +94,7 @@ def test_a_cancelled_event_is_a_dead_letter_that_can_be_retried(seen):
     assert seen == [1]
 
 
-def test_what_an_event_had_done_when_it_was_cancelled_is_kept():
+def test_a_cancelled_event_keeps_the_record_of_its_handlers():
     fails_at_first()
     handler("x", name="fine")(lambda event: None)
     event = publish("x", 1)
@@ -106,7 +108,7 @@ def test_what_an_event_had_done_when_it_was_cancelled_is_kept():
     assert [each["type"] for each in letter.errors] == ["ValueError", "Cancelled"]
 
 
-def test_cancelling_the_first_of_a_key_lets_the_next_one_go():
+def test_cancelling_the_first_event_of_a_key_unblocks_the_next_one():
     runs = fails_at_first()
     first, second = publish("x", 1, key="k"), publish("x", 2, key="k")
     drain()
@@ -118,7 +120,7 @@ def test_cancelling_the_first_of_a_key_lets_the_next_one_go():
     assert not EventLane.objects.exists()
 
 
-def test_cancelling_another_of_a_key_lets_the_first_wait_on():
+def test_cancelling_a_later_event_of_a_key_does_not_wake_the_first():
     fails_at_first()
     publish("x", 1, key="k")
     second = publish("x", 2, key="k")
@@ -128,7 +130,7 @@ def test_cancelling_another_of_a_key_lets_the_first_wait_on():
     assert (lane.state, lane.depth) == ("waiting", 1)
 
 
-def test_several_are_cancelled_at_once(seen):
+def test_several_events_are_cancelled_at_once(seen):
     events = [publish("x", number, delay=60) for number in range(3)]
     kept = publish("x", 3)
     assert queued.cancel([each.event_id for each in events]) == 3
@@ -136,13 +138,13 @@ def test_several_are_cancelled_at_once(seen):
     assert EventLog.objects.count() == 3
 
 
-def test_the_events_of_other_projects_are_out_of_reach(settings):
+def test_events_of_other_namespaces_cannot_be_changed(settings):
     event = publish("x", 1, delay=60)
     settings.EVENTBUS = {"NAMESPACE": "theirs"}
     assert queued.run_now([event.event_id]) == queued.cancel([event.event_id]) == 0
 
 
-def test_the_lane_of_a_dead_head_stays_blocked(settings):
+def test_a_blocked_lane_stays_blocked_until_its_dead_letter_is_retried(settings):
     settings.EVENTBUS = {"DEAD_HEAD": "block"}
     handler("x", name="h", retry={"max_retries": 0})(lambda event: 1 / 0)
     publish("x", 1, key="k")

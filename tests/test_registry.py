@@ -1,6 +1,7 @@
-"""Who handles what: patterns, order, names, and coming and going at run time."""
+"""The registry: patterns, order, names, and subscriptions at run time."""
 
 import functools
+import inspect
 import re
 import threading
 import types
@@ -20,10 +21,12 @@ from django_eventbus import (
     subscribe,
     unsubscribe,
 )
+from django_eventbus.errors.suggestions import did_you_mean
 from django_eventbus.exceptions import DuplicateHandlerError
-from django_eventbus.registry import covers, default_name, did_you_mean, matches, registry
+from django_eventbus.registry import HandlerOptions, covers, default_name, registry
+from django_eventbus.schema.patterns import matches
 
-# A busy machine is no failure.
+# No deadline, because the machine may be busy.
 unhurried = given_settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -59,7 +62,7 @@ async def ignore_async(event):
         ("*", "x", True),
         ("order.*.shipped", "order.123.shipped", True),
         ("order.*.shipped", "order.shipped", False),
-        # What the table leaves open: a star is one character or more, dots included.
+        # Not in the table: a star matches one character or more, dots included.
         ("user.*", "user.", False),
         ("user.*", "user", False),
         ("user.*", "user.address.changed", True),
@@ -86,7 +89,7 @@ async def ignore_async(event):
         ("User.*", "user.created", False),
     ],
 )
-def test_a_star_stands_for_any_non_empty_run_of_characters(pattern, type_name, answer):
+def test_a_star_matches_one_or_more_characters(pattern, type_name, answer):
     """M24."""
     assert matches(pattern, type_name) is answer
     assert covers(pattern, type_name) is answer
@@ -114,7 +117,7 @@ def test_the_matcher_agrees_with_a_regular_expression_on_any_text(pattern, type_
 
 
 class CountingText(str):
-    """A type name that counts how often it is searched."""
+    """A type name that counts its searches."""
 
     searches = 0
 
@@ -125,7 +128,7 @@ class CountingText(str):
 
 @pytest.mark.parametrize("pattern", ["a*" * 30 + "b", "*a" * 30 + "*b", "*" * 30 + "b"])
 def test_thirty_stars_against_ten_thousand_characters_take_one_pass(pattern):
-    """M24: a backtracking matcher would not be back before the end of the universe."""
+    """M24: a backtracking matcher would take exponential time."""
     text = CountingText("a" * 10_000)
     assert matches(pattern, text) is False
     assert text.searches <= 31
@@ -135,14 +138,14 @@ def test_thirty_stars_against_ten_thousand_characters_take_one_pass(pattern):
 # -- order
 
 
-def test_higher_priority_goes_first_then_registration_order():
+def test_handlers_run_by_priority_then_by_registration_order():
     """M11."""
     for name, priority in [("a", 0), ("b", 5), ("c", -1), ("d", 5), ("e", 0)]:
         subscribe("order.*", ignore, name=name, priority=priority)
     assert names_for("order.placed") == ["b", "d", "a", "e", "c"]
 
 
-def test_a_handler_without_a_priority_stands_between_the_higher_and_the_lower():
+def test_a_handler_without_a_priority_has_priority_zero():
     """M11."""
     subscribe("x", ignore, name="lower", priority=-1)
     subscribe("x", ignore, name="none")
@@ -151,19 +154,19 @@ def test_a_handler_without_a_priority_stands_between_the_higher_and_the_lower():
 
 
 @pytest.mark.parametrize("priority", ["high", 1.5, None, True])
-def test_a_priority_that_is_no_integer_is_refused(priority):
-    """M11: it would break the order of all."""
+def test_a_priority_that_is_not_an_integer_is_refused(priority):
+    """M11: it would break sorting for all handlers."""
     with pytest.raises(EventBusError, match="the priority of"):
         subscribe("x", ignore, priority=priority)
 
 
-def test_who_handles_a_type_is_looked_up_once():
-    """M22: a worker asks for every event."""
+def test_the_handlers_of_a_type_are_looked_up_once():
+    """M22: a worker looks them up for every event."""
     subscribe("x", ignore)
     assert registry.handlers_for("x") is registry.handlers_for("x")
 
 
-def test_only_those_are_called_who_asked():
+def test_only_handlers_with_a_matching_pattern_are_called():
     subscribe("order.*", ignore, name="orders")
     subscribe("user.*", ignore, name="users")
     subscribe("*", ignore, name="all")
@@ -177,7 +180,7 @@ def test_a_handler_of_several_patterns_that_match_is_called_once():
     assert names_for("order.placed") == ["once"]
 
 
-def test_handlers_that_want_no_transaction_are_kept_apart_in_the_same_order():
+def test_handlers_without_a_transaction_are_listed_separately_in_the_same_order():
     for name, atomic in [("a", True), ("b", False), ("c", True), ("d", False)]:
         subscribe("x", ignore, name=name, atomic=atomic)
     found = registry.handlers_for("x")
@@ -186,7 +189,7 @@ def test_handlers_that_want_no_transaction_are_kept_apart_in_the_same_order():
     assert found.names == {"a", "b", "c", "d"}
 
 
-# -- coming and going
+# -- subscribing and unsubscribing
 
 
 def test_a_subscription_has_an_id_and_both_can_be_unsubscribed():
@@ -202,14 +205,14 @@ def test_a_subscription_has_an_id_and_both_can_be_unsubscribed():
     assert names_for("x") == []
 
 
-def test_who_subscribes_later_is_found_although_the_type_was_looked_up_before():
+def test_a_later_subscriber_is_found_although_the_type_was_looked_up_before():
     """M21."""
     assert names_for("x") == []
     subscribe("x", ignore, name="late")
     assert names_for("x") == ["late"]
 
 
-def test_unsubscribing_what_is_unknown_or_gone_is_ignored():
+def test_unsubscribing_an_unknown_or_removed_handler_is_ignored():
     """M21."""
     subscription = subscribe("x", ignore, name="first")
     subscribe("x", ignore_too, name="second")
@@ -226,7 +229,7 @@ def test_a_name_is_free_again_after_unsubscribing():
     assert registry.get("stock").func is ignore_too
 
 
-def test_the_decorator_gives_back_the_function_and_registers_it():
+def test_the_decorator_registers_and_returns_the_function():
     @handler("order.*", "user.created", name="both", priority=3)
     def both(event):
         return "called"
@@ -240,7 +243,7 @@ def test_the_decorator_gives_back_the_function_and_registers_it():
 
 
 class InterruptedPattern(str):
-    """A pattern during whose matching another thread subscribes."""
+    """A pattern that lets another thread subscribe while it is matched."""
 
     thread = None
 
@@ -249,11 +252,11 @@ class InterruptedPattern(str):
             late = functools.partial(subscribe, "x", ignore, name="late")
             self.thread = threading.Thread(target=late)
             self.thread.start()
-            self.thread.join(1)  # returns early, unless the lookup makes newcomers wait
+            self.thread.join(1)  # Returns early, unless the lookup blocks subscriptions.
         return super().split(*args)
 
 
-def test_who_subscribes_during_a_lookup_neither_breaks_it_nor_is_forgotten():
+def test_a_subscription_during_a_lookup_neither_breaks_it_nor_gets_lost():
     """M21."""
     pattern = InterruptedPattern("x")
     subscribe(pattern, ignore, name="early")
@@ -279,7 +282,7 @@ def test_threads_may_subscribe_while_others_look_handlers_up():
     assert len({each.position for each in found}) == 400
 
 
-def test_the_memory_of_types_has_an_end():
+def test_the_cache_of_types_is_bounded():
     """M22: types may carry ids, and a worker runs for months."""
     subscribe("order.*", ignore, name="orders")
     for number in range(10_050):
@@ -345,7 +348,7 @@ def test_the_default_name_is_module_and_function():
 
 
 @pytest.mark.parametrize("module", ["shop.handlers", "shop.events", "shop"])
-def test_the_default_name_does_not_say_in_which_file_of_the_app(module):
+def test_the_default_name_omits_the_file_within_the_app(module):
     def reserve_stock(event):
         """As if declared in that module."""
 
@@ -354,22 +357,22 @@ def test_the_default_name_does_not_say_in_which_file_of_the_app(module):
     assert default_name(reserve_stock) == "shop.reserve_stock"
 
 
-def test_two_functions_cannot_claim_one_name():
+def test_two_functions_cannot_have_the_same_name():
     subscribe("x", ignore, name="stock")
-    with pytest.raises(DuplicateHandlerError, match=r"ignore_too and .*ignore both claim .*name="):
+    with pytest.raises(DuplicateHandlerError, match=r"ignore_too and .*ignore both have .*name="):
         subscribe("x", ignore_too, name="stock")
     assert registry.get("stock").func is ignore
 
 
 def test_one_function_cannot_be_registered_twice_under_one_name():
     subscribe("x", ignore)
-    with pytest.raises(DuplicateHandlerError, match=r"registered twice; .*patterns in one"):
+    with pytest.raises(DuplicateHandlerError, match=r"registered twice .*patterns to one"):
         subscribe("y", ignore)
     assert names_for("x") == ["tests.test_registry.ignore"]
     assert names_for("y") == []
 
 
-def test_one_function_may_be_registered_twice_under_names_of_their_own():
+def test_one_function_may_be_registered_twice_under_different_names():
     subscribe("x", ignore, name="for x")
     subscribe("y", ignore, name="for y")
     assert names_for("x") == ["for x"]
@@ -399,15 +402,15 @@ def make_handler(number):
     return handle
 
 
-def test_functions_made_by_one_factory_need_names_of_their_own():
-    """Else the second would silently take the place of the first."""
+def test_functions_from_one_factory_need_explicit_names():
+    """Otherwise the second would silently replace the first."""
     subscribe("x", make_handler(1))
     with pytest.raises(DuplicateHandlerError, match="name="):
         subscribe("x", make_handler(2))
     assert [each.func(None) for each in registry.handlers_for("x").all] == [1]
 
 
-def test_two_lambdas_need_names_of_their_own():
+def test_two_lambdas_need_explicit_names():
     subscribe("x", lambda event: 1)
     with pytest.raises(DuplicateHandlerError, match="name="):
         subscribe("x", lambda event: 2)
@@ -430,13 +433,13 @@ def test_a_name_that_cannot_be_stored_is_refused(name):
 
 
 @pytest.mark.parametrize("pattern", ["", " x", "a\nb", "x" * 201])
-def test_a_pattern_that_can_match_nothing_is_refused(pattern):
+def test_a_pattern_that_cannot_match_is_refused(pattern):
     with pytest.raises(InvalidPayloadError, match="the pattern"):
         subscribe(pattern, ignore)
 
 
 @pytest.mark.parametrize("subject", [7, None, ["order.*"], int, ignore])
-def test_what_is_neither_a_pattern_nor_an_event_class_is_refused(subject):
+def test_a_value_that_is_neither_a_pattern_nor_an_event_class_is_refused(subject):
     with pytest.raises(EventBusError):
         subscribe(subject, ignore)
     assert registry.all() == []
@@ -450,9 +453,16 @@ def test_the_bare_decorator_is_refused_because_it_would_register_nothing():
             """Never called."""
 
 
-def test_a_handler_of_nothing_is_refused():
-    with pytest.raises(EventBusError, match="must name what it handles"):
+def test_a_handler_without_patterns_is_refused():
+    with pytest.raises(EventBusError, match="needs at least one event type or pattern"):
         handler()(ignore)
+
+
+@pytest.mark.parametrize("options", [{"atomic": False}, {"func": ignore_async}])
+def test_a_handler_without_a_transaction_cannot_be_isolated(options):
+    func = options.pop("func", ignore)
+    with pytest.raises(EventBusError, match="is isolated and not atomic"):
+        handler("x", isolated=True, **options)(func)
 
 
 def test_an_async_handler_cannot_be_atomic():
@@ -468,12 +478,12 @@ def test_an_async_handler_runs_outside_of_transactions_by_default():
 
 class AsyncCallable:
     async def __call__(self, event):
-        """Also one that overlaps."""
+        """An async handler whose pattern overlaps."""
 
 
 @pytest.mark.parametrize("func", [AsyncCallable(), functools.partial(ignore_async)])
-def test_whatever_gives_a_coroutine_when_called_is_an_async_handler(func):
-    """Else it would be called, never awaited, and the event completed."""
+def test_any_callable_that_returns_a_coroutine_is_an_async_handler(func):
+    """Otherwise it would be called and never awaited, and the event completed."""
     subscription = subscribe("x", func, name="async")
     assert subscription.is_async is True
     assert subscription.atomic is False
@@ -498,11 +508,6 @@ def test_a_plain_handler_is_atomic_by_default():
     assert subscribe("y", ignore_too, atomic=False).atomic is False
 
 
-def test_an_unknown_executor_is_refused_with_a_hint():
-    with pytest.raises(EventBusError, match="unknown executor 'wroker'; did you mean 'worker'"):
-        subscribe("x", ignore, executor="wroker")
-
-
 @pytest.mark.parametrize("timeout", [0, -1])
 def test_a_timeout_that_is_not_positive_is_refused(timeout):
     with pytest.raises(EventBusError, match=r"timeout of \S*ignore must be a positive number"):
@@ -511,7 +516,7 @@ def test_a_timeout_that_is_not_positive_is_refused(timeout):
 
 @pytest.mark.parametrize("retry", [{"max_retry": 5}, {"jitter": 7}, {"base_delay": "1"}, 5])
 def test_a_retry_policy_that_would_fail_at_the_first_failure_is_refused(retry):
-    """M18: declared wrong is found at start-up, not in a worker at night."""
+    """M18: an invalid policy fails at start-up, not in a worker."""
     with pytest.raises(EventBusError, match=r"the retry of \S*ignore"):
         subscribe("x", ignore, retry=retry)
 
@@ -522,10 +527,10 @@ def test_an_unknown_argument_of_a_retry_policy_is_refused_with_a_hint():
         subscribe("x", ignore, retry={"max_retry": 5})
 
 
-# -- what a handler is told by its settings
+# -- options and settings of a handler
 
 
-def test_a_handler_without_a_timeout_of_its_own_has_the_projects(settings):
+def test_a_handler_without_a_timeout_has_the_timeout_of_the_project(settings):
     """M17."""
     plain = subscribe("x", ignore)
     quick = subscribe("y", ignore_too, timeout=0.5)
@@ -534,7 +539,7 @@ def test_a_handler_without_a_timeout_of_its_own_has_the_projects(settings):
     assert quick.deadline == 0.5
 
 
-def test_a_handlers_own_policy_stands_as_it_is(settings):
+def test_a_handlers_own_policy_is_used_unchanged(settings):
     settings.EVENTBUS = {"RETRY": {"max_retries": 9}}
     policy = RetryPolicy(max_retries=1)
     assert subscribe("x", ignore, retry=policy).retry_policy is policy
@@ -547,13 +552,13 @@ def test_a_handlers_dict_overrides_the_projects_policy(settings):
     assert subscription.retry_policy == RetryPolicy(max_retries=9, base_delay=5.0)
 
 
-def test_hints_name_the_likely_word_else_all_there_are():
+def test_a_hint_names_the_closest_word_or_all_words():
     assert did_you_mean("defualt", ["default", "mail"]) == "; did you mean 'default'?"
     assert did_you_mean("zzz", ["mail", "default"]) == "; choose from 'default', 'mail'"
     assert did_you_mean("zzz", []) == ""
 
 
-def test_a_class_declared_after_a_look_has_the_handlers_of_its_base():
+def test_a_class_declared_after_a_lookup_has_the_handlers_of_its_base():
     """M19."""
 
     class Base(Event):
@@ -574,6 +579,12 @@ def test_an_unknown_option_is_refused_with_a_hint():
         handler("x", timout=3)
 
 
+def test_type_checkers_know_every_option():
+    """The options of handler() and subscribe() are annotated."""
+    taken = inspect.signature(subscribe).parameters.keys() - {"subject", "func"}
+    assert HandlerOptions.__annotations__.keys() == taken
+
+
 def test_a_function_that_cannot_take_the_event_is_refused():
-    with pytest.raises(EventBusError, match="must take the event as its one argument"):
+    with pytest.raises(EventBusError, match="must take the event as its only argument"):
         subscribe("x", lambda: None, name="h")

@@ -1,4 +1,4 @@
-"""How long the log keeps what has ended."""
+"""Purging ended events from the log."""
 
 from datetime import timedelta
 
@@ -23,7 +23,7 @@ def do_nothing(event):
 
 
 def completed(count=1, *, ended=None, **options):
-    """Events that went well, the first of them longest ago."""
+    """Completed events, the oldest first."""
     before = set(EventLog.objects.values_list("id", flat=True))
     handler("fine", name="fine")(do_nothing)
     publish_many((("fine", number) for number in range(count)), **options)
@@ -38,7 +38,7 @@ def completed(count=1, *, ended=None, **options):
 
 
 def one_of_each(ended):
-    """An event of every status the log knows."""
+    """One event of every status of the log."""
 
     @handler("failed", "partly", name="fails", retry={"max_retries": 0})
     def fail(event):
@@ -60,7 +60,7 @@ def statuses():
     return list(EventLog.objects.values_list("status", flat=True))
 
 
-def test_only_completed_events_are_purged_unless_told_otherwise():
+def test_only_completed_events_are_purged_by_default():
     one_of_each(ago(days=40))
     assert retention.purge(timedelta(days=30)) == 1
     assert len(statuses()) == 3
@@ -77,7 +77,7 @@ def test_only_completed_events_are_purged_unless_told_otherwise():
         ("dead", {"FAILED", "DISCARDED", "COMPLETED_WITH_ERRORS"}),
     ],
 )
-def test_a_status_names_what_is_purged(status, gone):
+def test_a_status_selects_the_events_to_purge(status, gone):
     one_of_each(ago(days=40))
     assert retention.purge(timedelta(days=30), status=status) == len(gone)
     assert set(LogStatus.values) - set(statuses()) == gone
@@ -88,7 +88,7 @@ def test_a_status_that_does_not_exist_is_refused_with_those_that_do():
         retention.purge(timedelta(days=30), status="COMPLETED")
 
 
-def test_what_ended_since_then_is_kept():
+def test_events_that_ended_later_are_kept():
     old, new = completed(ended=ago(days=31)) + completed(ended=ago(days=29))
     assert retention.purge(timedelta(days=30)) == 1
     assert list(EventLog.objects.all()) == [new]
@@ -96,7 +96,7 @@ def test_what_ended_since_then_is_kept():
     assert old not in EventLog.objects.all()
 
 
-def test_the_queue_is_never_touched():
+def test_purging_does_not_change_the_queue():
     publish("fine", {})
     assert retention.purge(timedelta(0)) == 0
     assert QueuedEvent.objects.count() == 1
@@ -119,7 +119,7 @@ def test_a_limit_stops_the_run_at_the_oldest():
 
 
 @pytest.mark.django_db(transaction=True)
-def test_each_batch_is_a_transaction_of_its_own():
+def test_each_batch_has_its_own_transaction():
     completed(5, ended=ago(days=40))
     open_transactions = []
 
@@ -130,8 +130,8 @@ def test_each_batch_is_a_transaction_of_its_own():
     assert open_transactions == [False, False, False]
 
 
-def test_a_batch_begins_where_the_last_one_ended():
-    """Else each would walk over all that was deleted before, for as long as a snapshot sees it."""
+def test_a_batch_starts_where_the_previous_one_ended():
+    """Otherwise each batch would read all deleted rows that an old snapshot still sees."""
     first = ago(days=40)
     completed(5, ended=first)
     starts = []

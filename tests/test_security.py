@@ -1,6 +1,8 @@
-"""What an attacker might try who can publish, ring, or write a row; the numbers are of the list of
-requirements the bus was built to. S10 is in test_redaction.py, the rules held by ast (S07, S09) are
-in test_architecture.py, S13 is in test_registry.py."""
+"""Attacks of a user who can publish, send NOTIFY, or write a row.
+
+The numbers are those of the security requirements. S10 is in test_redaction.py, the rules checked
+with ast (S07, S09) are in test_architecture.py, S13 is in test_registry.py.
+"""
 
 import os
 import pickle
@@ -19,13 +21,14 @@ from django.db import DataError, IntegrityError, OperationalError, connection, t
 from django.db.models import Q
 
 from django_eventbus import dead_letters, handler, publish, publish_many
-from django_eventbus.events import LARGEST_PAYLOAD, LARGEST_STORED, MAX_NAME_LENGTH
 from django_eventbus.exceptions import BackpressureError, InvalidPayloadError
 from django_eventbus.models import EventLog, QueuedEvent
 from django_eventbus.registry import registry
+from django_eventbus.schema.names import MAX_NAME_LENGTH
+from django_eventbus.schema.payloads import LARGEST_PAYLOAD, LARGEST_STORED
 from tests.bus import drain, drain_with_retries, logged
 from tests.shop.models import Effect
-from tests.workers import eventually
+from tests.workers import PATIENT, eventually
 
 pytestmark = pytest.mark.django_db
 
@@ -62,12 +65,12 @@ def bury(type_name="x", **options):
     return event
 
 
-# -- S07: what is given as a value stays a value
+# -- S07: a value is never executed
 
 
 @pytest.mark.parametrize("text", INJECTIONS)
 @pytest.mark.parametrize("filter_name", ["type", "handler", "queue", "key", "error_type"])
-def test_a_filter_of_dead_letters_is_compared_and_never_run(text, filter_name):
+def test_a_filter_of_dead_letters_is_compared_and_never_executed(text, filter_name):
     bury()
     assert dead_letters.list(**{filter_name: text}) == []
     assert dead_letters.retry(**{filter_name: text}) == 0
@@ -77,7 +80,7 @@ def test_a_filter_of_dead_letters_is_compared_and_never_run(text, filter_name):
 
 @pytest.mark.parametrize("text", INJECTIONS)
 def test_a_hostile_name_is_found_by_itself_alone(text):
-    """Also before a star: nothing in a prefix is a wildcard."""
+    """This includes the prefix before a star, which has no wildcards."""
     bury()
     odd = bury(text, key=text)
     for filters in ({"type": text}, {"key": text}, {"type": f"{text}*"}):
@@ -85,7 +88,7 @@ def test_a_hostile_name_is_found_by_itself_alone(text):
 
 
 @pytest.mark.parametrize("text", INJECTIONS)
-def test_the_command_takes_a_hostile_filter_for_a_text(text, capsys):
+def test_the_command_treats_a_hostile_filter_as_text(text, capsys):
     bury()
     for action in (["list"], ["retry"], ["purge", "--yes"]):
         call_command("dead_events", *action, f"--type={text}")
@@ -96,7 +99,7 @@ def test_the_command_takes_a_hostile_filter_for_a_text(text, capsys):
 @pytest.mark.parametrize(
     "name", ["payload__password", "type__contains", "_connector", "pk", "using__x", "extra"]
 )
-def test_a_filter_that_is_not_one_of_ours_is_refused(name):
+def test_a_filter_of_an_unknown_name_is_refused(name):
     """Never expanded into the ORM's lookups."""
     bury()
     for act in (dead_letters.list, dead_letters.retry, dead_letters.purge):
@@ -105,13 +108,13 @@ def test_a_filter_that_is_not_one_of_ours_is_refused(name):
     assert EventLog.objects.count() == 1
 
 
-def test_the_command_refuses_what_is_no_event_id():
+def test_the_command_refuses_an_invalid_event_id():
     with pytest.raises(CommandError, match="is not an event id"):
         call_command("dead_events", "retry", "1 OR 1=1")
 
 
 @pytest.mark.parametrize("text", INJECTIONS)
-def test_a_hostile_name_goes_through_a_whole_life(text):
+def test_an_event_with_a_hostile_name_is_handled(text):
     handler(text, name=text)(
         lambda event: Effect.objects.create(event_id=event.id, handler="h", note=event.key)
     )
@@ -121,12 +124,12 @@ def test_a_hostile_name_goes_through_a_whole_life(text):
     assert list(Effect.objects.values_list("note", flat=True)) == [text]
 
 
-# -- S08, S09: what is stored is data
+# -- S08, S09: stored values are data
 
 
 @pytest.mark.parametrize("name", ["os.system", "tests.shop.handlers.leave", "builtins.exec"])
 def test_a_stored_name_is_never_imported(name, settings):
-    """Neither a type nor the name of a handler that is owed the event."""
+    """Neither a type nor the name of a due handler is imported."""
     settings.EVENTBUS = {"UNHANDLED_RETRY": ONCE}
     handler("x", name="h", retry={"max_retries": 1})(lambda event: 1 / 0)
     named, owed = publish(name, "touch /tmp/x"), publish("x", {})
@@ -136,8 +139,8 @@ def test_a_stored_name_is_never_imported(name, settings):
     )
     drain_with_retries()
     assert "no handler is registered" in logged(named).errors[0]["message"]
-    told = [error["message"] for error in logged(owed).errors]
-    assert any(f"{name!r}, which is not registered" in message for message in told)
+    messages = [error["message"] for error in logged(owed).errors]
+    assert any(f"{name!r}, which is not registered" in message for message in messages)
 
 
 def test_a_pickle_is_refused():
@@ -145,7 +148,7 @@ def test_a_pickle_is_refused():
         publish("x", pickle.dumps(os.system))
 
 
-# -- S11: the database is the second wall where it has one
+# -- S11: constraints of the database are the second line of defence
 #
 # The columns of types, keys and queues have a length, which PostgreSQL and MariaDB enforce. For
 # payloads there is a CHECK, wider than any setting: triggers and other programs write rows, too.
@@ -162,7 +165,7 @@ def test_a_row_past_the_publisher_cannot_be_longer_than_allowed(column):
 
 
 @pytest.mark.parametrize("option", ["event", "key", "dedup_key"])
-def test_a_name_is_refused_from_the_first_character_too_many(option):
+def test_a_name_is_refused_if_it_is_one_character_too_long(option):
     longest = {"event": "x", "payload": {}} | {option: "x" * MAX_NAME_LENGTH}
     assert publish(**longest) is not None
     with pytest.raises(InvalidPayloadError):
@@ -170,7 +173,7 @@ def test_a_name_is_refused_from_the_first_character_too_many(option):
 
 
 @pytest.mark.parametrize("what", ["payload", "headers"])
-def test_a_payload_is_refused_from_the_first_byte_or_level_too_many(settings, what):
+def test_a_payload_is_refused_if_it_is_one_byte_or_level_too_large(settings, what):
     settings.EVENTBUS = {"MAX_PAYLOAD_BYTES": 100, "MAX_PAYLOAD_DEPTH": 3}
     fits, too_large = ({"a": "x" * (100 - len('{"a": ""}') + more)} for more in (0, 1))
     flat, too_deep = {"a": {"b": {"c": 1}}}, {"a": {"b": {"c": {"d": 1}}}}
@@ -192,7 +195,7 @@ def test_a_row_past_the_publisher_cannot_be_larger_than_the_database_allows(colu
         QueuedEvent.objects.create(**{**values, column: "x" * (longest + 1)})
 
 
-def test_the_largest_payload_fits_in_whatever_form_the_database_keeps_it(settings):
+def test_the_largest_payload_fits_the_column_of_the_database(settings):
     settings.EVENTBUS = {"MAX_PAYLOAD_BYTES": LARGEST_PAYLOAD}
     ones = [1] * (LARGEST_PAYLOAD // len("1, "))
     assert publish("x", ones) is not None
@@ -200,13 +203,15 @@ def test_the_largest_payload_fits_in_whatever_form_the_database_keeps_it(setting
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_transaction_is_refused_the_first_event_too_many(settings):
+def test_a_transaction_cannot_publish_one_event_too_many(settings):
     settings.EVENTBUS = {"MAX_EVENTS_PER_TRANSACTION": 3}
     for _ in range(2):
         with transaction.atomic():
             publish("x")
             assert publish_many([("x", 2), ("x", 3)]) == 2
-            with pytest.raises(BackpressureError, match="published 3 events and wants 1 more"):
+            with pytest.raises(
+                BackpressureError, match="published 3 events and would publish 1 more"
+            ):
                 publish("x", 4)
             with pytest.raises(BackpressureError, match="MAX_EVENTS_PER_TRANSACTION"):
                 publish_many([("x", 4)])
@@ -216,7 +221,7 @@ def test_a_transaction_is_refused_the_first_event_too_many(settings):
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("window", [None, timedelta(hours=1)])
-def test_duplicates_do_not_count_and_let_nobody_begin_anew(settings, window):
+def test_duplicates_neither_count_nor_reset_the_count(settings, window):
     settings.EVENTBUS = {"MAX_EVENTS_PER_TRANSACTION": 3}
     with transaction.atomic():
         publish("x")
@@ -229,7 +234,7 @@ def test_duplicates_do_not_count_and_let_nobody_begin_anew(settings, window):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_what_was_rolled_back_does_not_count(settings):
+def test_rolled_back_events_do_not_count(settings):
     settings.EVENTBUS = {"MAX_EVENTS_PER_TRANSACTION": 1}
     with transaction.atomic():
         publish("x")
@@ -259,7 +264,7 @@ def test_events_of_a_batch_may_each_publish_as_many_as_one_transaction_may(setti
 
 
 @pytest.mark.django_db(transaction=True)
-def test_outside_of_a_transaction_each_statement_is_one(settings):
+def test_outside_of_a_transaction_each_event_counts_alone(settings):
     settings.EVENTBUS = {"MAX_EVENTS_PER_TRANSACTION": 1}
     publish("x")
     publish("x")
@@ -269,7 +274,7 @@ def test_outside_of_a_transaction_each_statement_is_one(settings):
 # -- S14: a row that was written past the publisher
 
 
-def test_a_hostile_row_makes_one_line_each_time_it_is_told_of(capture, settings):
+def test_a_hostile_row_is_logged_as_single_lines(capture, settings):
     settings.EVENTBUS = {"UNHANDLED_RETRY": ONCE}
     hostile = "a\r\nCRITICAL forged\x1b[2J\u2028"
     row = publish("x", {}, key="k")
@@ -283,16 +288,18 @@ def test_a_hostile_row_makes_one_line_each_time_it_is_told_of(capture, settings)
         assert str(record.event_type).isprintable()
 
 
-# -- S15: nobody is served who did not ask
+# -- S15: a worker opens no port
 
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells who listens")
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="/proc lists the listening sockets only on Linux"
+)
 
 
 @on_linux
 @pytest.mark.django_db(transaction=True)
 def test_a_worker_listens_on_no_port(start_worker):
-    worker = start_worker()
+    worker = start_worker(eventbus=PATIENT)
     child = worker.wait_until_registered()
     assert not [port for pid in (worker.process.pid, child.pid) for port in listening(pid)]
 
@@ -301,7 +308,7 @@ def listening(pid):
     """The addresses at which a process accepts connections."""
     sockets = set()
     for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile
+        with suppress(FileNotFoundError):  # It was closed meanwhile.
             sockets.add(os.readlink(file))
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -311,21 +318,21 @@ def listening(pid):
 
 
 @on_linux
-def test_who_listens_is_found():
+def test_a_listening_socket_is_detected():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = f":{server.getsockname()[1]:04X}"
         assert any(address.endswith(port) for address in listening(os.getpid()))
     assert not any(address.endswith(port) for address in listening(os.getpid()))
 
 
-# -- S16: anybody may ring
+# -- S16: any role may send NOTIFY
 
 
 @pytest.mark.skipif("connection.vendor != 'postgresql'", reason="NOTIFY")
 @pytest.mark.django_db(transaction=True)
-def test_a_flood_of_spoofed_notifications_does_no_harm(start_worker, store):
-    """Its content is ignored, its number bounded (test_worker.py); the next event is handled."""
-    worker = start_worker("--poll-interval", "600")
+def test_a_worker_handles_events_after_a_flood_of_spoofed_notifications(start_worker, store):
+    """The content is ignored, the rate is limited (test_worker.py), the next event is handled."""
+    worker = start_worker("--poll-interval", "600", eventbus=PATIENT)
     worker.wait_until_registered()
     ring = "SELECT pg_notify(%s, %s || n) FROM generate_series(1, 10) AS n"
     channel = store.channel
@@ -338,7 +345,7 @@ def test_a_flood_of_spoofed_notifications_does_no_harm(start_worker, store):
     assert "failed" not in worker.log
 
 
-# -- S19: a retry brings back what was published, and nothing else
+# -- S19: a retry publishes the original event only
 
 
 def test_a_retry_cannot_change_the_event():
@@ -352,14 +359,14 @@ def test_a_retry_cannot_change_the_event():
     assert after == before
 
 
-def test_a_retry_under_another_name_finds_nothing():
-    """What is given beside the event narrows the choice; it is no new value."""
+def test_a_retry_with_another_type_finds_nothing():
+    """The argument is a filter, not a new value."""
     event = bury()
     assert dead_letters.retry(event.event_id, type="os.system") == 0
     assert EventLog.objects.get().type == "x"
 
 
-# -- S20: purged is gone
+# -- S20: a purge deletes all data
 
 
 def everywhere():
@@ -385,15 +392,19 @@ def test_a_purged_event_leaves_nothing_behind(how):
     assert marker not in everywhere()
 
 
-# -- S21: no switch reaches the failpoints
+# -- S21: nothing outside of the code enables failpoints
 
 
+@pytest.mark.processes
 def test_no_environment_and_no_setting_switches_a_failpoint_on():
-    """A process with all the names a guess would try, and the plan of our own tests."""
+    """Start a process with all likely variable names, and with the plan of the fault tests."""
     names = ("FAILPOINTS", "EVENTBUS_FAILPOINTS", "EVENTBUS_TEST_FAILPOINTS", "DEBUG", "EVENTBUS")
     code = (
         "import django; django.setup()\n"
-        "from django_eventbus import failpoints, worker, publishing, delivery\n"
+        "from django_eventbus.delivery import deliverer\n"
+        "from django_eventbus.errors import failpoints\n"
+        "from django_eventbus.publishing import publisher\n"
+        "from django_eventbus.worker import process\n"
         "assert failpoints.on_reaching is None\n"
         "failpoints.reached('claim.committed')"
     )

@@ -27,7 +27,7 @@ def in_another_thread(action):
     def run():
         try:
             with connection.cursor() as cursor:
-                cursor.execute("PRAGMA busy_timeout = 0")  # a lock is an error at once
+                cursor.execute("PRAGMA busy_timeout = 0")  # A locked database raises at once.
             action()
         except Exception as error:
             failures.append(error)
@@ -51,8 +51,8 @@ def test_the_bus_works_in_wal_mode():
     assert EventLog.objects.count() == Effect.objects.count() == 100
 
 
-def test_a_handler_that_touches_nothing_keeps_nobody_from_writing():
-    """M31: the transaction begins when a handler first asks for the database."""
+def test_a_handler_without_queries_does_not_take_the_write_lock():
+    """M31: the transaction starts when a handler first uses the database."""
     failures = []
 
     @handler("x", name="h")
@@ -65,8 +65,8 @@ def test_a_handler_that_touches_nothing_keeps_nobody_from_writing():
     assert EventLog.objects.filter(type="x").count() == 1
 
 
-def test_a_handler_that_writes_holds_the_one_write_lock():
-    """The other side of it: this is what atomic=False is for."""
+def test_a_handler_that_writes_holds_the_write_lock():
+    """Slow handlers should therefore use atomic=False."""
     failures = []
 
     @handler("x", name="h")
@@ -80,7 +80,7 @@ def test_a_handler_that_writes_holds_the_one_write_lock():
 
 
 def test_a_busy_worker_lets_others_write():
-    """SQLite keeps no line of those who wait: who takes the lock again at once has it for ever."""
+    """SQLite has no queue of waiting writers: a worker without pauses would starve the others."""
 
     @handler("x", name="h")
     def write_and_work(event):
@@ -96,9 +96,9 @@ def test_a_busy_worker_lets_others_write():
     assert Effect.objects.count() == 300
 
 
-def test_a_listener_that_meets_an_error_listens_again(capture):
-    """Else its worker would be deaf, and wait out every poll interval."""
-    told, stopped = queue.SimpleQueue(), threading.Event()
+def test_a_listener_resumes_after_an_error(capture):
+    """Otherwise its worker would wait for every poll interval."""
+    wake_ups, stopped = queue.SimpleQueue(), threading.Event()
 
     def listen():
         errors = iter([OperationalError("disk I/O error")])
@@ -109,12 +109,12 @@ def test_a_listener_that_meets_an_error_listens_again(capture):
             return execute(*args)
 
         with connection.execute_wrapper(fail_once):
-            store_for().listen(lambda: told.put(None), stopped)
+            store_for().listen(lambda: wake_ups.put(None), stopped)
 
     with in_thread(listen):
         try:
-            told.get(timeout=60)  # it begins again with a look
-            eventually(lambda: publish("x", {}) and not told.empty())
+            wake_ups.get(timeout=60)  # After the restart it looks once.
+            eventually(lambda: publish("x", {}) and not wake_ups.empty())
         finally:
             stopped.set()
-    assert "listening for events failed, polling goes on" in capture.text
+    assert "listening for wake-ups failed, the worker continues to poll" in capture.text

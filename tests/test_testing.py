@@ -1,4 +1,4 @@
-"""The helpers that projects test with: they see what stands, and run what a worker would run."""
+"""The test helpers for projects."""
 
 import signal
 import subprocess
@@ -29,7 +29,6 @@ from django_eventbus import (
 )
 from django_eventbus.models import EventLog, EventSchedule, EventWorker, QueuedEvent
 from django_eventbus.registry import registry
-from django_eventbus.schedules import Scheduler
 from django_eventbus.store import store_for
 from django_eventbus.testing import (
     EventBusTestMixin,
@@ -40,6 +39,7 @@ from django_eventbus.testing import (
     isolated_handlers,
     published,
 )
+from django_eventbus.worker.firing import Scheduler
 from tests.shop.models import Effect, Order
 
 pytestmark = pytest.mark.django_db
@@ -60,7 +60,7 @@ def effect(event):
     Effect.objects.create(event_id=event.id, handler=event.handler_name)
 
 
-def test_drain_handles_what_is_ready_and_tells_what_came_of_it():
+def test_drain_handles_ready_events_and_returns_their_results():
     @handler("x", name="h")
     def write(event):
         effect(event)
@@ -72,7 +72,7 @@ def test_drain_handles_what_is_ready_and_tells_what_came_of_it():
     assert not QueuedEvent.objects.exists()
 
 
-def test_drain_handles_what_handlers_publish():
+def test_drain_handles_events_that_handlers_publish():
     handler("x", name="first")(lambda event: publish("y"))
     handler("y", name="second")(effect)
     publish("x")
@@ -105,7 +105,7 @@ def test_drain_can_leave_errors_to_the_retries():
 
 
 @pytest.mark.parametrize("wish", [Retry(delay=60), Discard("spam")])
-def test_what_a_handler_wishes_is_no_error(wish):
+def test_drain_does_not_raise_retry_or_discard(wish):
     @handler("x", name="h")
     def wishful(event):
         raise wish
@@ -114,7 +114,7 @@ def test_what_a_handler_wishes_is_no_error(wish):
     assert drain().failed == 1
 
 
-def test_drain_raises_that_nobody_handles_an_event():
+def test_drain_raises_for_an_unhandled_event():
     publish("x")
     with pytest.raises(EventBusError, match="no handler is registered for 'x'"):
         drain()
@@ -128,7 +128,7 @@ def test_a_delayed_event_waits_for_its_time():
     assert drain(until=HOUR).handled == 1
 
 
-def test_time_may_pass_until_a_moment():
+def test_drain_moves_the_time_up_to_the_given_moment():
     handler("x", name="h")(effect)
     moment = datetime(2999, 1, 1, tzinfo=UTC)
     publish("x", at=moment)
@@ -137,7 +137,7 @@ def test_time_may_pass_until_a_moment():
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-def test_retries_come_when_they_are_due(key):
+def test_retries_run_when_they_are_due(key):
     attempts = []
 
     @handler("x", name="h", retry={"base_delay": 60, "max_delay": 600, "jitter": 0})
@@ -154,7 +154,7 @@ def test_retries_come_when_they_are_due(key):
     assert (attempts, tally.handled) == ([1, 2, 3], 1)
 
 
-def test_what_falls_due_on_the_way_is_handled_in_its_turn():
+def test_events_that_become_due_are_handled_in_order():
     seen = []
     handler("*", name="h")(lambda event: seen.append(event.type))
     publish("late", delay=50)
@@ -172,14 +172,14 @@ def test_schedules_do_not_fire(until):
     handler("*", name="h")(lambda event: seen.append(event.type))
     EventSchedule.objects.create(name="often", type="tick", cron="* * * * * *", tz="UTC")
     schedule("report.daily", cron="0 3 * * *")
-    Scheduler(store_for()).look()
+    Scheduler(store_for()).fire_some()
     EventSchedule.objects.update(next_at=store_for().read_clock())
     publish("x", delay=timedelta(days=2))
     assert drain(until=until).handled == (0 if until is None else 1)
     assert seen == ([] if until is None else ["x"])
 
 
-def test_what_a_schedule_publishes_can_be_tested():
+def test_events_published_by_a_schedule_can_be_tested():
     pytest.importorskip("cronsim")
     seen = []
     handler("report.daily", name="h")(lambda event: seen.append(event.payload))
@@ -189,8 +189,8 @@ def test_what_a_schedule_publishes_can_be_tested():
     assert seen == [{"pages": 2}]
 
 
-def test_time_that_passes_ends_a_lease():
-    """A test of somebody's own loop sees its event come back."""
+def test_simulated_time_ends_a_lease():
+    """A project can test that its own loop gets an abandoned event again."""
     publish("x")
     handler("x", name="h")(effect)
     assert poll() is not None
@@ -202,14 +202,14 @@ def test_time_that_passes_ends_a_lease():
 
 
 @pytest.mark.parametrize("until", [None, HOUR])
-def test_events_that_publish_each_other_come_to_an_end(until):
+def test_drain_stops_on_events_that_publish_each_other(until):
     handler("x", name="h")(lambda event: publish("x", delay=1 if until else None))
     publish("x")
     with pytest.raises(EventBusError, match=r"more than 30 events \('x' .* times\)"):
         drain(max_events=30, until=until)
 
 
-def test_an_event_that_is_retried_at_once_for_ever_comes_to_an_end():
+def test_drain_stops_on_an_event_that_is_retried_without_end():
     @handler("x", name="h", retry={"max_retries": 10**6})
     def again(event):
         raise Retry(delay=0)
@@ -219,7 +219,7 @@ def test_an_event_that_is_retried_at_once_for_ever_comes_to_an_end():
         drain(max_events=30, until=HOUR)
 
 
-def test_exactly_as_many_as_allowed_are_no_error():
+def test_drain_accepts_exactly_the_allowed_number_of_events():
     handler("x", name="h")(effect)
     publish_many(("x", n) for n in range(30))
     assert drain(max_events=30).handled == 30
@@ -227,8 +227,8 @@ def test_exactly_as_many_as_allowed_are_no_error():
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("in_transaction", [True, False])
-def test_a_handler_may_take_its_time_in_the_transaction_of_a_test(in_transaction):
-    """There a heartbeat would look for a registration that it cannot see, and evict the worker."""
+def test_a_handler_may_be_slow_in_the_transaction_of_a_test(in_transaction):
+    """A heartbeat could not see the registration in that transaction and would stop the worker."""
     threads, lasts = [], []
 
     @handler("x")
@@ -243,9 +243,9 @@ def test_a_handler_may_take_its_time_in_the_transaction_of_a_test(in_transaction
     assert (lasts[0] > timedelta(days=365)) is in_transaction
 
 
-def test_drain_gives_the_alarm_back():
+def test_drain_restores_the_alarm_signal_handler():
     def ring(signum, frame):
-        """What ends hanging tests."""
+        """The handler of a test runner that stops hanging tests."""
 
     before = signal.signal(signal.SIGALRM, ring)
     try:
@@ -294,7 +294,7 @@ def test_values_are_compared_as_they_are_stored():
     assert_not_published(OrderPaid, paid_at=moment + timedelta(microseconds=1))
 
 
-def test_what_is_not_in_the_payload_is_not_none():
+def test_a_missing_payload_field_is_not_equal_to_none():
     publish("x", {"n": None})
     assert_published("x", n=None)
     assert_not_published("x", m=None)
@@ -307,40 +307,40 @@ def test_the_latest_of_several_is_returned():
     assert assert_published("x").payload == {"n": 2}
 
 
-def test_a_failure_shows_what_was_published_instead():
+def test_a_failed_assertion_shows_the_published_events():
     publish("order.placed", {"order_id": 8}, key="order:8")
     publish("order.paid", {"note": "x" * 1000})
     with pytest.raises(AssertionError) as failure:
         assert_published("order.placed", order_id=7)
     first, *rest = str(failure.value).splitlines()
-    assert first == "'order.placed' with order_id=7 was not published. These were:"
+    assert first == "'order.placed' with order_id=7 was not published. Published events:"
     assert rest[0] == """  order.placed {"order_id": 8} key='order:8'"""
     assert rest[1].startswith('  order.paid {"note": "xxx')
     assert len(rest[1]) < 300
 
 
-def test_a_failure_shows_the_latest_of_many():
+def test_a_failed_assertion_shows_the_latest_of_many_events():
     publish_many(("x", n) for n in range(50))
     with pytest.raises(AssertionError) as failure:
         assert_published(OrderPaid)
     lines = str(failure.value).splitlines()
     assert lines[0].startswith("OrderPaid was not published.")
-    assert lines[1].strip() == "(30 earlier ones)"
+    assert lines[1].strip() == "(30 earlier events)"
     assert lines[-1].strip() == "x 49"
 
 
-def test_a_failure_tells_when_nothing_was_published():
-    with pytest.raises(AssertionError, match=r"'x' was not published\. Nothing was\."):
+def test_a_failed_assertion_says_that_nothing_was_published():
+    with pytest.raises(AssertionError, match=r"'x' was not published\. No events were published\."):
         assert_published("x")
 
 
-def test_an_event_that_should_not_be_there_is_shown():
+def test_an_unexpected_event_is_shown():
     publish("x", {"n": 1})
     with pytest.raises(AssertionError, match=r"(?s)'x' with n=1 was published\..*x \{\"n\": 1\}"):
         assert_not_published("x", n=1)
 
 
-def test_what_was_rolled_back_was_not_published():
+def test_a_rolled_back_event_does_not_count_as_published():
     with capture_events() as events:
         publish("kept")
         with transaction.atomic():
@@ -350,7 +350,7 @@ def test_what_was_rolled_back_was_not_published():
     assert_not_published("lost")
 
 
-def test_captured_are_the_events_of_the_block():
+def test_capture_events_returns_the_events_of_the_block():
     publish("before")
     handler("*", name="h")(effect)
     with capture_events() as events:
@@ -364,7 +364,7 @@ def test_captured_are_the_events_of_the_block():
     ]
 
 
-def test_another_project_in_the_database_is_not_seen(settings):
+def test_events_of_other_namespaces_are_not_seen(settings):
     settings.EVENTBUS = {"NAMESPACE": "other"}
     publish("x")
     settings.EVENTBUS = {}
@@ -407,19 +407,20 @@ class TestMixin(EventBusTestMixin, TestCase):
         assert registry.get("h") is None
 
 
-def test_the_fixture_is_there_without_an_import(eventbus):
+def test_the_fixture_needs_no_import(eventbus):
     handler("x", name="h")(effect)
     publish("x", {"n": 1})
     eventbus.assert_published("x", n=1)
     assert eventbus.drain().handled == 1
 
 
-def test_the_fixture_sets_the_handlers_of_the_project_aside(request):
+def test_the_fixture_removes_the_handlers_of_the_project(request):
     handler("x", name="h")(effect)
     request.getfixturevalue("isolated_event_handlers")
     assert registry.all() == []
 
 
+@pytest.mark.processes
 def test_the_plugin_leaves_projects_without_django_alone(tmp_path):
     (tmp_path / "test_nothing.py").write_text(
         "import sys\n"
@@ -439,12 +440,12 @@ def test_the_plugin_leaves_projects_without_django_alone(tmp_path):
 
 
 @pytest.mark.django_db
-def test_what_a_commit_would_refuse_fails_in_a_test_that_never_commits():
+def test_a_deferred_constraint_fails_in_a_test_that_never_commits():
     if not connection.features.can_defer_constraint_checks:
-        pytest.skip("here it is refused at once")
+        pytest.skip("this database checks constraints at once")
 
     @handler("x", name="h", retry={"max_retries": 0})
-    def refer_to_nobody(event):
+    def refer_to_a_missing_row(event):
         Order.objects.create(customer_id=99)
 
     publish("x", {})
@@ -455,7 +456,7 @@ def test_what_a_commit_would_refuse_fails_in_a_test_that_never_commits():
     assert not Order.objects.exists()
 
 
-def test_a_handler_that_is_to_be_kept_has_to_be_there():
+def test_isolated_handlers_refuses_to_keep_an_unknown_handler():
     handler("x", name="shop.count_sale")(lambda event: None)
     with (
         pytest.raises(EventBusError, match=r"no handler 'shop.count_sael'.*'shop.count_sale'"),

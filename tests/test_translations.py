@@ -1,4 +1,4 @@
-"""The texts of the package in other languages. The tools of gettext are not needed here."""
+"""The translations of the package. The tools of gettext are not needed here."""
 
 import ast
 import gettext
@@ -16,7 +16,7 @@ from tests.test_dead_letters import dead_letter
 
 PACKAGE = Path(django_eventbus.__file__).parent
 LANGUAGES = ("de", "zh_Hans")
-#: How many of the first arguments are texts.
+#: The number of leading arguments that are texts.
 FUNCTIONS = {"_": 1, "gettext": 1, "gettext_lazy": 1, "ngettext": 2, "ngettext_lazy": 2}
 PLACEHOLDER = re.compile(r"%\(\w+\)\.?\d?[a-z]")
 
@@ -26,7 +26,7 @@ def texts():
     for path in sorted(PACKAGE.rglob("*.py")):
         yield from marked_in(path.read_text())
     for path in sorted(PACKAGE.rglob("*.html")):
-        # Django turns a template into calls, and everything else into noise between them.
+        # Django converts the texts of a template into gettext calls.
         for call in re.findall(
             r"""(?:n?gettext|_)\(u?'.*?'[^()]*\)""", templatize(path.read_text())
         ):
@@ -42,11 +42,11 @@ def marked_in(source):
                 yield found
 
 
-def test_texts_are_found_where_they_are():
+def test_the_texts_of_code_and_templates_are_found():
     found = set(texts())
     assert ("Retry",) in found  # code
     assert ("Needs attention",) in found  # a template
-    assert ("%(count)s thing needs attention", "%(count)s things need attention") in found
+    assert ("%(count)s item needs attention", "%(count)s items need attention") in found
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -75,12 +75,10 @@ def placeholders(text):
         ("zh-hans", ("按错误分组", "失败"), ("概览", "需要关注")),
     ],
 )
-def test_pages_speak_the_language_of_their_reader(
-    client, language, words_of_list, words_of_overview
-):
+def test_pages_use_the_language_of_the_request(client, language, words_of_list, words_of_overview):
     dead_letter()
     client.force_login(User.objects.create_superuser("chief"))
-    for model, words in {"deadevent": words_of_list, "eventminute": words_of_overview}.items():
+    for model, words in {"deadevent": words_of_list, "minutestatistics": words_of_overview}.items():
         with translation.override(language):
             page = client.get(reverse(f"admin:django_eventbus_{model}_changelist"))
         for word in words:

@@ -1,7 +1,7 @@
-"""The tutorial, done by a test: its files written, its commands run, its output compared.
+"""Follow the tutorial: write its files, run its commands, compare its output.
 
-A block that begins with the path of a file is that file. A console block is run, and what it shows
-must come, in this order; ``…`` stands for anything. The web server and the worker are real
+A block that starts with the path of a file is that file. A console block is run, and its output
+must appear in this order; ``…`` stands for any text. The web server and the worker are real
 processes, and the test uses the pages as a browser would.
 """
 
@@ -28,13 +28,16 @@ BLOCK = re.compile(r"```(\w+)\n(.+?)```", flags=re.DOTALL)
 FILE = re.compile(r"(?:# |<!-- )(\S+/\S+\.\w+)( \(at the end\))?(?: -->)?\n")
 PASSWORD = "correct horse battery staple"
 
-pytestmark = pytest.mark.skipif(
-    connection.vendor != "sqlite", reason="the project of the tutorial is on SQLite"
-)
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(
+        connection.vendor != "sqlite", reason="the project of the tutorial is on SQLite"
+    ),
+]
 
 
 def pattern(shown):
-    """Lines of the page as they may come: spaces of any number, … for anything."""
+    """A pattern for lines of the page: any number of spaces, and … for any text."""
     lines = [line for line in shown.splitlines() if line.strip() not in ("", "…")]
     words = (r"[ \t]+".join(re.escape(word) for word in line.split()) for line in lines)
     return re.compile(".*?".join(words).replace("…", ".*?"), flags=re.DOTALL)
@@ -57,12 +60,12 @@ class Browser:
             return answer.read().decode()
 
     def text(self, path):
-        """What a person reads on the page, in one line."""
+        """The visible text of the page, in one line."""
         return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", self.get(path))).split())
 
 
 class Reader:
-    """Somebody who does what the page says."""
+    """A reader who follows the page."""
 
     def __init__(self, folder, stack):
         self.folder = folder
@@ -77,7 +80,7 @@ class Reader:
         self.browser = Browser(f"http://127.0.0.1:{self.port}")
 
     def follow(self):
-        """Do the next block, and tell what it was: the path of its file, or its commands."""
+        """Execute the next block; return the path of its file, or its commands."""
         language, text = self.blocks.pop(0)
         if language == "console":
             return [self.run(*each) for each in commands(text)]
@@ -96,7 +99,7 @@ class Reader:
     def run(self, command, shown):
         program, *arguments = command.split()
         if arguments[0] == "-m" or program == ".":
-            return command  # there is an environment, and the package is installed in it
+            return command  # The environment exists, with the package installed.
         start = [sys.executable, *arguments]
         if program == "django-admin":
             start = [sys.executable, "-m", "django", *arguments]
@@ -137,7 +140,7 @@ class Reader:
             return probe.connect_ex(("127.0.0.1", self.port)) == 0
 
     def wait_for(self, name, shown):
-        """Until a process has said this, after what it had said before."""
+        """Wait for this text in the new output of a process."""
 
         def found():
             return pattern(shown).search(self.logs[name].read_text(), self.read_to[name])
@@ -148,7 +151,7 @@ class Reader:
 
 
 def commands(text):
-    """(command, what it shows) of a console block."""
+    """The (command, output) pairs of a console block."""
     for each in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command, _, shown = each.partition("\n")
         yield command, shown
@@ -161,7 +164,7 @@ def free_port():
 
 
 def stop(process):
-    """Ctrl-C, which a reloader's child hears as well."""
+    """Send Ctrl-C to the process group, which includes the process of the reloader."""
     os.killpg(process.pid, signal.SIGINT)
     try:
         process.wait(20)
@@ -214,7 +217,7 @@ DEAD_LETTERS = "/admin/django_eventbus/deadevent/"
 
 
 def retry_in_the_admin(browser):
-    """Dead letters, select, Retry, Go; and yes, retry this one."""
+    """Select a dead letter, choose Retry, Go, and confirm."""
     page = browser.get(DEAD_LETTERS)
     (selected,) = re.findall(r'name="_selected_action" value="([^"]+)"', page)
     (action,) = re.findall(r'<option value="([^"]+)">\s*Retry\s*</option>', page)

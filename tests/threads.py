@@ -1,15 +1,16 @@
-"""Something done in another thread, on connections of its own, and who waits for whom."""
+"""Run code in another thread with its own connections, and detect lock waits."""
 
 import re
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
 
 @contextmanager
 def in_thread(function, *args, **kwargs):
-    """Runs beside the body; what it raised is raised at its end."""
+    """Run the function in parallel to the body, and raise its exception at the end."""
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(function, *args, **kwargs)
         try:
@@ -19,7 +20,27 @@ def in_thread(function, *args, **kwargs):
             pool.submit(connections.close_all).result()
 
 
-def somebody_waits_for_a_lock():
+@contextmanager
+def while_another_transaction(does):
+    """Run the body while another connection has called ``does`` in an open transaction."""
+    done, may_commit = threading.Event(), threading.Event()
+
+    def work():
+        with transaction.atomic():
+            does()
+            done.set()
+            # No time limit, because the body ends it and the machine may be slow.
+            may_commit.wait()
+
+    with in_thread(work):
+        try:
+            assert done.wait(30)
+            yield
+        finally:
+            may_commit.set()
+
+
+def a_session_waits_for_a_lock():
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             cursor.execute(
@@ -27,8 +48,7 @@ def somebody_waits_for_a_lock():
                 "WHERE datname = current_database() AND wait_event_type = 'Lock'"
             )
             return cursor.fetchone()
-        # Not from information_schema.innodb_trx: that is a copy, and is not renewed while somebody
-        # keeps asking for it.
+        # information_schema.innodb_trx is a cached copy that is not refreshed under frequent reads.
         cursor.execute("SHOW ENGINE INNODB STATUS")
         _deadlocks_of_the_past, transactions = cursor.fetchone()[2].split("\nTRANSACTIONS\n")
         waiting = set(map(int, re.findall(r"LOCK WAIT.*?thread id (\d+)", transactions, re.DOTALL)))

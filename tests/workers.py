@@ -14,19 +14,19 @@ from django.db import Error, connection
 from django_eventbus.models import EventWorker
 
 PATIENCE = 60
-#: For workers none of whom shall be taken for dead because the machine is busy.
+#: A worker on a busy machine must not count as abandoned.
 PATIENT = {"ABANDON_AFTER": 600.0}
 LONG_AGO = "2000-01-01T00:00:00Z"
-#: Where it is no matter whether there is a supervisor: half as much to start.
+#: For tests that need no supervisor, because it starts twice as fast.
 IN_ONE_PROCESS = ("--processes", "0")
-#: For tests of what the supervisor does about its children.
+#: For tests of processes, signals and terminals that do not depend on the rows.
 on_one_database = pytest.mark.skipif(
-    connection.vendor != "postgresql", reason="processes and signals are no matter of the database"
+    connection.vendor != "postgresql", reason="the result does not depend on the database"
 )
 
 
 def eventually(condition, message="it never happened", *, patience=PATIENCE):
-    """Wait for something that another process does; give up after a while."""
+    """Wait until the condition is true; fail after a timeout."""
     give_up_at = time.monotonic() + patience
     while time.monotonic() < give_up_at:
         if found := condition():
@@ -36,12 +36,12 @@ def eventually(condition, message="it never happened", *, patience=PATIENCE):
 
 
 def abandon():
-    """Time passes: whoever is registered now has been silent for too long."""
+    """Let all current registrations expire."""
     assert EventWorker.objects.update(expires_at=LONG_AGO)
 
 
 class WorkerProcess:
-    """``manage.py run_event_worker`` with options, as a person would start it."""
+    """A process of ``manage.py run_event_worker`` with options."""
 
     def __init__(self, tmp_path, *options, eventbus=None, env=None):
         self.log_path = tmp_path / f"worker-{time.monotonic_ns()}.log"
@@ -66,7 +66,7 @@ class WorkerProcess:
         return self.log_path.read_text()
 
     def wait_until_registered(self):
-        """Its child stands in the table with a process id of its own."""
+        """Wait until its worker process is registered."""
         return eventually(
             lambda: EventWorker.objects.exclude(pid=self.process.pid).first(), lambda: self.log
         )
@@ -75,7 +75,7 @@ class WorkerProcess:
         self.process.send_signal(number)
 
     def signal_all(self, number):
-        """The supervisor and its children."""
+        """Signal the supervisor and its worker processes."""
         os.killpg(self.process.pid, number)
 
     def wait(self):
@@ -89,7 +89,7 @@ class WorkerProcess:
 
 @pytest.fixture
 def start_worker(transactional_db, tmp_path):
-    """Start worker processes that are ended with the test."""
+    """Start workers that are killed when the test ends."""
     started = []
 
     def start(*options, **kwargs):
@@ -101,13 +101,13 @@ def start_worker(transactional_db, tmp_path):
     for worker in started:
         worker.end()
     if started:
-        eventually(no_other_session, "sessions of killed workers went on")
+        eventually(no_other_session, "sessions of killed workers still exist")
     connection.close()
 
 
 def no_other_session():
-    """A server finishes what a killed process had asked for; not in the next test, please."""
-    with suppress(Error), connection.cursor() as cursor:  # a server that is down has no sessions
+    """Terminate the sessions of killed processes, whose statements would affect the next test."""
+    with suppress(Error), connection.cursor() as cursor:  # A stopped server has no sessions.
         if connection.vendor == "postgresql":
             cursor.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
@@ -122,7 +122,7 @@ def no_other_session():
             )
             others = cursor.fetchall()
             for other in others:
-                with suppress(Error):  # it ended by itself
+                with suppress(Error):  # The session may have ended.
                     cursor.execute("KILL %s", other)
             return not others
     return True

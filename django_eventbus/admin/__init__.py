@@ -1,9 +1,26 @@
-"""The Django admin as the operator's workbench: shows what there is, calls the verbs.
+"""The Django admin for operators: pages that show events and call the public API.
 
-Each page is a mixin and its registration, so that a project with a theme of its own can unregister
-a model and register it again with the mixin and the theme's ModelAdmin.
+Each page is a mixin. A ModelAdmin that inherits from the mixin is registered for the model. A
+project with an admin theme unregisters the model, and registers a class that inherits from the
+mixin and from the theme's ModelAdmin.
 """
 
-from django_eventbus.admin import dead, events, flow, overview, schedules
+from django_eventbus.admin import (
+    dead_letters,
+    events,
+    flow_control,
+    lanes,
+    overview,
+    schedules,
+    workers,
+)
 
-__all__ = ["dead", "events", "flow", "overview", "schedules"]
+__all__ = [
+    "dead_letters",
+    "events",
+    "flow_control",
+    "lanes",
+    "overview",
+    "schedules",
+    "workers",
+]

@@ -1,7 +1,7 @@
-"""Who did what to how many: Django's own history of the admin.
+"""Entries in the admin's history: the user, the action and the number of rows.
 
-An entry is written in the transaction of the change it tells of, where both are in one database:
-a change without its entry, or an entry without its change, cannot be found.
+An entry is written while the transaction of the change that it describes is open. If the history
+and the events are in one database, the entry and the change are committed together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from django.contrib.admin.options import get_content_type_for_model
 from django.db.models import Model
 from django.http import HttpRequest
 
-from django_eventbus.failures import one_line
+from django_eventbus.errors.text import one_line
 
 LONGEST_NAME = 200
 MOST_ENTRIES = 100
@@ -28,7 +28,7 @@ def record(
     object_id: object = None,
     flag: int = CHANGE,
 ) -> None:
-    """``what`` was done to ``subject``: one row, with its ``object_id``, or many in words."""
+    """Record an action on the row with this ``object_id``, or on many rows if it is None."""
     LogEntry.objects.create(
         user_id=cast(int, request.user.pk),
         content_type_id=get_content_type_for_model(model).pk,
@@ -39,8 +39,13 @@ def record(
     )
 
 
+def type_of(model: type[Model]) -> int:
+    """Return the content type id that history entries about this model have."""
+    return int(get_content_type_for_model(model).pk)
+
+
 def entries_of(object_id: object, *models: type[Model]) -> list[LogEntry]:
-    """What was done to one row, whichever of the models it was then: the latest, oldest first."""
-    types = [get_content_type_for_model(model).pk for model in models]
+    """Return the newest entries about rows of these models with this id, in order of time."""
+    types = [type_of(model) for model in models]
     entries = LogEntry.objects.filter(content_type__in=types, object_id=str(object_id))
     return list(entries.select_related("user").order_by("-action_time")[:MOST_ENTRIES])[::-1]

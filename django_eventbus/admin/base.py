@@ -1,4 +1,4 @@
-"""What the pages of all models have in common: nobody adds, changes or deletes rows by a form."""
+"""The base class of all admin pages of the event bus."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.text import capfirst
 
-from django_eventbus.admin.paging import CappedPaginator
+from django_eventbus.admin.paging import CappedPaginator, IndexedChangeList
 from django_eventbus.admin.permissions import EDIT, PAUSE, PURGE, RETRY, VIEW_PAYLOAD, may
 from django_eventbus.conf import settings
 from django_eventbus.store import default_alias
 
 try:
     from django.middleware.csp import get_nonce
-except ImportError:  # before Django 6.0
+except ImportError:  # Django before 6.0 has no such function.
 
     def get_nonce(request: HttpRequest) -> None:  # type: ignore[misc]
         return None
@@ -33,8 +33,10 @@ else:
 
 
 class EventBusAdminMixin(Base):
-    """Shows the rows of this project's namespace, and lets nobody write them. A list takes no
-    filter from the address but its own."""
+    """An admin page that shows only rows of the project's namespace and has no form to change them.
+
+    The URL of a list may contain only the filters that the list shows.
+    """
 
     paginator = CappedPaginator
     show_full_result_count = False
@@ -46,10 +48,10 @@ class EventBusAdminMixin(Base):
     class Media:
         css = {"all": ("django_eventbus/eventbus.css",)}
 
-    # -- pages of their own
+    # -- additional pages
 
     def route(self, route: str, view: Callable[..., Any], name: str) -> URLPattern:
-        """Only for staff, and POSTs only with a CSRF token. The permission is the view's affair."""
+        """Return a URL pattern for staff users. The view must check all other permissions."""
         return path(route, self.admin_site.admin_view(view), name=self._name(name))
 
     def url_of(self, name: str, *args: Any) -> str:
@@ -74,7 +76,7 @@ class EventBusAdminMixin(Base):
         if not self.has_view_permission(request):
             raise PermissionDenied
 
-    # -- who may do what; nobody writes rows by a form
+    # -- permissions; by default no form may add, change or delete rows
 
     def has_retry_permission(self, request: HttpRequest) -> bool:
         return may(request, RETRY)
@@ -98,28 +100,37 @@ class EventBusAdminMixin(Base):
         return False
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """Django would take any column's name from the address: one could ask for letter after
-        letter of a payload that one may not see, and act on what no filter shows."""
+        """Accept only the list's own filters from the URL.
+
+        Django accepts lookups on any column. With such a lookup a user could find out a hidden
+        payload letter by letter, or run an action with a filter that the page does not show.
+        """
         filters = self.get_list_filter(request)
         named = {getattr(each, "parameter_name", None) for each in filters}
-        # Of a project's own filters, that of a column has the column's name.
+        # A project may add the name of a column as a filter. The URL parameters of such a filter
+        # begin with the name of the column.
         columns = tuple(f"{each}__" for each in filters if isinstance(each, str))
         ranges = tuple(f"{each[0]}__range__" for each in filters if isinstance(each, tuple))
         return lookup in named or lookup in filters or lookup.startswith(columns + ranges)
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[IndexedChangeList]:
+        return IndexedChangeList
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         rows: QuerySet[Any] = self.model._default_manager.using(default_alias())
         return rows.filter(namespace=settings.NAMESPACE)
 
     def is_narrowed(self, request: HttpRequest) -> bool:
-        """Whether a project's own get_queryset() shows fewer rows than there are."""
+        """Return whether the project overrides ``get_queryset()`` with more conditions."""
         ours = EventBusAdminMixin.get_queryset(self, request)
         return bool(self.get_queryset(request).query.where != ours.query.where)
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
-        # The range filters look for the nonce of django-csp; Django's own has another name.
+        # The range filters read ``request.csp_nonce``, which django-csp sets. Django's own nonce
+        # has another name, so it is copied.
         if not hasattr(request, "csp_nonce"):
-            nonce = get_nonce(request)  # false until somebody has read it
+            # A nonce is a false value until it is used, so it must be compared with None.
+            nonce = get_nonce(request)
             request.csp_nonce = "" if nonce is None else nonce  # type: ignore[attr-defined]
         context = {"title": capfirst(str(self.opts.verbose_name_plural)), **(extra_context or {})}
         return super().changelist_view(request, context)

@@ -1,9 +1,10 @@
-"""Doing one thing to many events: ask, do it in pieces, tell.
+"""Bulk actions: confirm, process in batches, report.
 
-A page states how many are meant and by which filter. Confirmed, they are worked off in batches,
-each a transaction with its entry in the history; a request does as many as it has time for and
-hands the rest to the next by a form. Where a request dies, what it committed stands, and sending
-the same form again does the rest.
+A confirmation page shows the number of events and the filter. After the confirmation the events are
+processed in batches; each batch is a transaction that includes its entry in the admin's history. A
+request starts batches for a few seconds. If events remain, its response contains a form that starts
+the next request. If a request fails, its committed batches are kept, and the user can send the same
+form again to process the remaining events.
 """
 
 from __future__ import annotations
@@ -27,37 +28,42 @@ from django.db.models import QuerySet
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.utils.translation import gettext as _
-from django.utils.translation import ngettext
 
 from django_eventbus.admin import audit
 from django_eventbus.admin.lists import EventChangeList, EventListMixin
 from django_eventbus.admin.paging import Grouped, grouped
-from django_eventbus.store import store_for
+from django_eventbus.store import LOWEST_ID, store_for
 
 BATCH = 500
-#: How long a request goes on beginning batches.
+#: The seconds during which a request starts new batches.
 SECONDS = 3.0
 A_DAY = timedelta(days=1)
 MOST_SELECTED = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """What was confirmed, and how far it has come. Travels signed from page to page."""
+class BulkRun:
+    """An action, its events and its progress.
 
-    act: str
-    #: The filter, as the list's query string; with ``ids``, only the way back to the list.
+    The confirmation page and the progress page contain this data in a signed form field.
+    """
+
+    action: str
+    #: The filter as a query string. If ``ids`` is given, the ids select the events, and the filter
+    #: is only needed to return to the same list.
     query: str
     ids: list[int] | None = None
-    #: What is younger came after the question, and is not meant.
+    #: The time at which the confirmation page was shown. Newer events are not processed.
     asked_at: str
-    #: When it was confirmed; empty as long as it is only a question.
+    #: The time at which the user confirmed the action; empty before the confirmation.
     started_at: str = ""
     expected: int = 0
-    #: The filter in words, as it was confirmed.
+    #: The filter in words, as the confirmation showed it.
     conditions: list[str] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
-    last_id: int = 0
+    #: The name of the user who sent the request. It is set only for ``BulkAction.perform``.
+    by: str = ""
+    last_id: int = LOWEST_ID
     done: int = 0
     skipped: int = 0
 
@@ -71,73 +77,88 @@ class Run:
         return f"?{self.query}" if self.query else ""
 
     @property
-    def gone(self) -> int:
+    def missing(self) -> int:
+        """The number of events that left the list between the confirmation page and their batch."""
         return max(0, self.expected - self.done - self.skipped)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Act:
-    """Something to do with many events. Texts are lazy; those with a number take ``count``."""
+class BulkAction:
+    """An action on many events.
+
+    The texts are lazy translations; ``question`` and ``result`` contain the placeholder ``count``.
+    """
 
     name: str
-    #: Of the admin's ``has_…_permission()``.
+    #: The name of the permission in the method ``has_…_permission()``.
     permission: str
     label: Any
     label_all: Any
     question: Any
-    told: Any
-    do: Callable[[Sequence[uuid.UUID], Run], int]
+    result: Any
+    #: Why an event of a batch may be skipped.
+    skip_reason: Any
+    perform: Callable[[Sequence[uuid.UUID], BulkRun], int]
     warning: Any = ""
-    #: It cannot be undone.
+    #: Whether the action cannot be undone.
     is_final: bool = False
     form: type[forms.Form] = forms.Form
     flag: int = CHANGE
 
 
 class BulkMixin(EventListMixin):
-    """A list whose rows, or all that match its filter, can be acted on."""
+    """A list with actions on selected rows, or on all rows that match the filter."""
 
-    acts: Sequence[Act] = ()
+    bulk_actions: Sequence[BulkAction] = ()
     change_list_template = "admin/django_eventbus/event_list.html"
 
-    # -- offering it
+    # -- the offered actions
 
     def __init__(self, model: type[Any], admin_site: Any) -> None:
         super().__init__(model, admin_site)
-        self.actions = [*(self.actions or ()), *map(self._action_for, self.acts)]
+        self.actions = [*(self.actions or ()), *map(self._action_for, self.bulk_actions)]
 
-    def offered(self, request: HttpRequest) -> list[Act]:
-        return [act for act in self.acts if self._may(request, act)]
+    def offered_actions(self, request: HttpRequest) -> list[BulkAction]:
+        return [action for action in self.bulk_actions if self._may(request, action)]
 
-    def _may(self, request: HttpRequest, act: Act) -> bool:
-        allowed: bool = getattr(self, f"has_{act.permission}_permission")(request)
+    def action_links(self, request: HttpRequest, query: str = "") -> list[dict[str, Any]]:
+        """Return the links that templates show for the actions."""
+        return [
+            {
+                "label": action.label,
+                "label_all": action.label_all,
+                "url": self.url_of("bulk", action.name) + query,
+                "is_final": action.is_final,
+            }
+            for action in self.offered_actions(request)
+        ]
+
+    def _may(self, request: HttpRequest, action: BulkAction) -> bool:
+        allowed: bool = getattr(self, f"has_{action.permission}_permission")(request)
         return allowed
 
-    def _action_for(self, act: Act) -> Callable[..., HttpResponse]:
-        @admin.action(permissions=[act.permission], description=act.label)
+    def _action_for(self, action: BulkAction) -> Callable[..., HttpResponse]:
+        @admin.action(permissions=[action.permission], description=action.label)
         def ask(model_admin: Any, request: HttpRequest, rows: QuerySet[Any]) -> HttpResponse:
             if request.POST.get("select_across") == "1":
-                return self._ask_about_all(request, act)
-            chosen = list(rows.values_list("pk", flat=True)[:MOST_SELECTED])
-            return self._ask(request, self._counted(rows, self._run(request, act, ids=chosen)))
+                return self._confirm_all(request, action)
+            ids = list(rows.values_list("pk", flat=True)[:MOST_SELECTED])
+            run = self._new_run(request, action, ids=ids)
+            return self._confirm(request, self._with_count(rows, run))
 
-        ask.__name__ = act.name
+        ask.__name__ = action.name
         return ask
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> Any:
-        self._refuse_what_is_not_offered(request)
-        acts = [
-            {
-                "label": act.label_all,
-                "url": self.url_of("bulk", act.name),
-                "is_final": act.is_final,
-            }
-            for act in self.offered(request)
-        ]
-        return super().changelist_view(request, {"acts": acts, **(extra_context or {})})
+        self._refuse_forbidden_action(request)
+        context = {"bulk_actions": self.action_links(request), **(extra_context or {})}
+        return super().changelist_view(request, context)
 
-    def _refuse_what_is_not_offered(self, request: HttpRequest) -> None:
-        """Django would only say that no action was chosen."""
+    def _refuse_forbidden_action(self, request: HttpRequest) -> None:
+        """Raise PermissionDenied if the request asks for an action that the user may not run.
+
+        Without this method, Django would only report that no action was selected.
+        """
         asked = request.POST.get("action")
         for action in self.actions or ():
             needed = getattr(action, "allowed_permissions", ())
@@ -149,104 +170,113 @@ class BulkMixin(EventListMixin):
     # -- the pages
 
     def get_urls(self) -> list[Any]:
-        # With ATOMIC_REQUESTS all batches of a request would be one transaction.
+        # With ATOMIC_REQUESTS all batches of a request would be one transaction, so this view is
+        # excluded from that setting.
         view = partial(self.bulk_view)
         transaction.non_atomic_requests(view)
         return [self.route("bulk/<str:name>/", view, "bulk"), *super().get_urls()]
 
     def bulk_view(self, request: HttpRequest, name: str) -> HttpResponse:
-        """GET asks about all that match the query string; POST does what was asked."""
-        act = next((act for act in self.acts if act.name == name), None)
-        if act is None:
+        """Show the confirmation page for all matching events (GET), or run an action (POST)."""
+        action = next((each for each in self.bulk_actions if each.name == name), None)
+        if action is None:
             raise Http404
         self.demand_view(request)
-        if not self._may(request, act):
+        if not self._may(request, action):
             raise PermissionDenied
         if request.method == "POST":
-            return self._go_on(request, act)
-        return self._ask_about_all(request, act)
+            return self._process(request, action)
+        return self._confirm_all(request, action)
 
-    def _ask_about_all(self, request: HttpRequest, act: Act) -> HttpResponse:
+    def _confirm_all(self, request: HttpRequest, action: BulkAction) -> HttpResponse:
         matching = self._matching(request)
-        run = self._run(request, act, conditions=matching.in_words)
-        run = self._counted(matching.queryset, run)
-        return self._ask(request, run, complaints=matching.complaints)
+        run = self._new_run(request, action, conditions=matching.in_words)
+        run = self._with_count(matching.queryset, run)
+        return self._confirm(request, run, complaints=matching.complaints)
 
     def _matching(self, request: HttpRequest) -> EventChangeList:
         try:
             found = self.get_changelist_instance(request)
         except IncorrectLookupParameters:
-            raise BadRequest("the filter cannot be read") from None
+            raise BadRequest("The filter in the address is invalid.") from None
         assert isinstance(found, EventChangeList)
         return found
 
     @staticmethod
-    def _run(request: HttpRequest, act: Act, **facts: Any) -> Run:
+    def _new_run(request: HttpRequest, action: BulkAction, **facts: Any) -> BulkRun:
         now = store_for().read_clock().isoformat()
-        return Run(act=act.name, query=request.GET.urlencode(), asked_at=now, **facts)
+        return BulkRun(action=action.name, query=request.GET.urlencode(), asked_at=now, **facts)
 
-    def _counted(self, rows: QuerySet[Any], run: Run) -> Run:
-        """Exactly: it is said to somebody who has to decide."""
-        return replace(run, expected=self._meant(rows, run).count())
+    def _with_count(self, rows: QuerySet[Any], run: BulkRun) -> BulkRun:
+        """Add the exact number of events, because the operator's decision depends on it."""
+        with store_for(rows.db).reading_by_index(may_sort=True):
+            return replace(run, expected=self._remaining(rows, run).count())
 
-    def _meant(self, rows: QuerySet[Any], run: Run) -> QuerySet[Any]:
+    def _remaining(self, rows: QuerySet[Any], run: BulkRun) -> QuerySet[Any]:
         asked_at = datetime.fromisoformat(run.asked_at)
         rows = rows.order_by().filter(**{f"{self.moment}__lte": asked_at}, pk__gt=run.last_id)
         return rows if run.ids is None else rows.filter(pk__in=run.ids)
 
-    def _ask(
+    def _confirm(
         self,
         request: HttpRequest,
-        run: Run,
+        run: BulkRun,
         *,
         form: forms.Form | None = None,
         complaints: Sequence[str] = (),
     ) -> TemplateResponse:
-        act = self._act_of(run)
-        question = act.question % {"count": Grouped(run.expected)}
-        form = form or act.form()
-        facts = {"title": question, "act": act, "form": form, "complaints": complaints}
+        action = next(each for each in self.bulk_actions if each.name == run.action)
+        question = action.question % {"count": Grouped(run.expected)}
+        form = form or action.form()
+        facts = {"title": question, "action": action, "form": form, "complaints": complaints}
         return self._page(request, "confirm", run, **facts)
 
-    def _go_on(self, request: HttpRequest, act: Act) -> HttpResponse:
-        run = self._signed(request, act)
-        if run.last_id == 0:
-            form = act.form(request.POST)
+    def _process(self, request: HttpRequest, action: BulkAction) -> HttpResponse:
+        run = self._signed_run(request, action)
+        if run.last_id == LOWEST_ID:
+            form = action.form(request.POST)
             if not form.is_valid():
-                return self._ask(request, run, form=form)
+                return self._confirm(request, run, form=form)
             now = store_for().read_clock().isoformat()
             run = replace(run, options=form.cleaned_data, started_at=now)
         by_filter = run.ids is None
         rows = self._matching(request).queryset if by_filter else self.get_queryset(request)
-        enough = time.monotonic() + SECONDS
-        while before := self._next_batch(rows, run):
-            run = self._do(request, act, run, before)
-            if time.monotonic() >= enough:
-                return self._show_progress(request, act, run)
-        self._tell_end(request, act, run)
+        deadline = time.monotonic() + SECONDS
+        while batch := self._next_batch(rows, run):
+            run = self._process_batch(request, action, run, batch)
+            if time.monotonic() >= deadline:
+                return self._show_progress(request, action, run)
+        self._report(request, action, run)
         return HttpResponseRedirect(self.url_of("changelist") + run.query_string)
 
-    def _show_progress(self, request: HttpRequest, act: Act, run: Run) -> TemplateResponse:
+    def _show_progress(
+        self, request: HttpRequest, action: BulkAction, run: BulkRun
+    ) -> TemplateResponse:
         counts = {
             "done": grouped(run.done),
             "expected": grouped(run.expected),
             "skipped": grouped(run.skipped),
         }
-        return self._page(request, "progress", run, title=act.label, act=act, **counts)
+        return self._page(request, "progress", run, title=action.label, **counts)
 
-    # -- the work
+    # -- batches
 
-    def _next_batch(self, rows: QuerySet[Any], run: Run) -> list[tuple[int, uuid.UUID]]:
-        meant = self._meant(rows, run).order_by("pk")
-        return list(meant.values_list("pk", "event_id")[:BATCH])
+    def _next_batch(self, rows: QuerySet[Any], run: BulkRun) -> list[tuple[int, uuid.UUID]]:
+        remaining = self._remaining(rows, run).order_by("pk")
+        return list(remaining.values_list("pk", "event_id")[:BATCH])
 
-    def _do(
-        self, request: HttpRequest, act: Act, run: Run, batch: list[tuple[int, uuid.UUID]]
-    ) -> Run:
+    def _process_batch(
+        self,
+        request: HttpRequest,
+        action: BulkAction,
+        run: BulkRun,
+        batch: list[tuple[int, uuid.UUID]],
+    ) -> BulkRun:
         def work() -> int:
-            done = act.do([event_id for _, event_id in batch], run)
+            by = request.user.get_username()
+            done = action.perform([event_id for _, event_id in batch], replace(run, by=by))
             if done:
-                self._write_down(request, act, run, done, batch)
+                self._record_batch(request, action, run, done, batch)
             return done
 
         done = store_for().in_transaction(work)
@@ -257,15 +287,15 @@ class BulkMixin(EventListMixin):
             skipped=run.skipped + len(batch) - done,
         )
 
-    def _write_down(
+    def _record_batch(
         self,
         request: HttpRequest,
-        act: Act,
-        run: Run,
+        action: BulkAction,
+        run: BulkRun,
         done: int,
         batch: list[tuple[int, uuid.UUID]],
     ) -> None:
-        what = [act.told % {"count": done}]
+        what = [action.result % {"count": done}]
         if run.ids is None:
             what += run.conditions or [_("no filter")]
         what += [f"{name}: {value}" for name, value in run.options.items()]
@@ -274,55 +304,49 @@ class BulkMixin(EventListMixin):
             request,
             self.model,
             "; ".join(map(str, what)),
-            subject=str(single[1]) if single else self._many(done),
+            subject=str(single[1]) if single else f"{done} {self.opts.verbose_name_plural}",
             object_id=single and single[0],
-            flag=act.flag,
+            flag=action.flag,
         )
 
-    def _many(self, count: int) -> str:
-        return f"{count} {self.opts.verbose_name_plural}"
-
-    def _tell_end(self, request: HttpRequest, act: Act, run: Run) -> None:
-        parts = [act.told % {"count": Grouped(run.done)}]
+    def _report(self, request: HttpRequest, action: BulkAction, run: BulkRun) -> None:
+        text = str(action.result % {"count": Grouped(run.done)})
+        if run.missing:
+            facts = {"result": text, "count": Grouped(run.missing)}
+            text = _("%(result)s, %(count)s no longer in the list") % facts
         if run.skipped:
-            skipped = ngettext("%(count)s was skipped", "%(count)s were skipped", run.skipped)
-            parts.append(skipped % {"count": Grouped(run.skipped)})
-        if run.gone:
-            gone = ngettext("%(count)s was gone before", "%(count)s were gone before", run.gone)
-            parts.append(gone % {"count": Grouped(run.gone)})
+            facts = {"result": text, "count": Grouped(run.skipped), "why": action.skip_reason}
+            text = _("%(result)s, %(count)s skipped: %(why)s") % facts
         level = messages.SUCCESS if run.done else messages.WARNING
-        self.message_user(request, f"{'; '.join(map(str, parts))}.", level)
+        self.message_user(request, _("%(result)s.") % {"result": text}, level)
 
-    # -- what travels
+    # -- the signed run
 
-    def _signed(self, request: HttpRequest, act: Act) -> Run:
+    def _signed_run(self, request: HttpRequest, action: BulkAction) -> BulkRun:
         try:
             found = signing.loads(
                 request.POST.get("run", ""), salt=self._salt(request), max_age=A_DAY
             )
         except signing.BadSignature:
-            raise BadRequest("this question was never asked, or too long ago") from None
-        run = Run(**found)
-        if run.act != act.name or run.query != request.GET.urlencode():
-            raise BadRequest("this is not what was asked")
+            raise BadRequest("The confirmation is missing or has expired.") from None
+        run = BulkRun(**found)
+        if run.action != action.name or run.query != request.GET.urlencode():
+            raise BadRequest("The confirmation is for another action or filter.")
         return run
 
     def _salt(self, request: HttpRequest) -> str:
-        """A confirmation is good for whom it was shown to."""
+        """Return a salt per user, so that a confirmation is valid only for the user who got it."""
         return f"django_eventbus.bulk.{self.opts.model_name}.{request.user.pk}"
 
-    def _act_of(self, run: Run) -> Act:
-        return next(act for act in self.acts if act.name == run.act)
-
     def _page(
-        self, request: HttpRequest, template: str, run: Run, **context: Any
+        self, request: HttpRequest, template: str, run: BulkRun, **context: Any
     ) -> TemplateResponse:
         return self.page(
             request,
             template,
             run=run,
             token=signing.dumps(asdict(run), salt=self._salt(request)),
-            form_url=self.url_of("bulk", run.act) + run.query_string,
+            form_url=self.url_of("bulk", run.action) + run.query_string,
             back_url=self.url_of("changelist") + run.query_string,
             **context,
         )

@@ -1,14 +1,16 @@
-"""Events that wait, and events that ended."""
+"""The lists of queued events and of the event log."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Any
 
 from django.contrib import admin, messages
 from django.core.exceptions import PermissionDenied
 from django.db import transaction
+from django.db.models import QuerySet
 from django.http import (
     Http404,
     HttpRequest,
@@ -21,54 +23,65 @@ from django.utils.translation import gettext_lazy, ngettext_lazy
 
 from django_eventbus import queued
 from django_eventbus.admin import audit
-from django_eventbus.admin.bulk import Act, BulkMixin, Run
+from django_eventbus.admin.bulk import BulkAction, BulkMixin, BulkRun
+from django_eventbus.admin.event_page import EventPageMixin
 from django_eventbus.admin.filters import (
+    HandedOffFilter,
     QueuedStatusFilter,
     QueueFilter,
+    ReadableRange,
     StatusFilter,
     number_range,
     time_range,
 )
-from django_eventbus.admin.lists import EventListMixin
-from django_eventbus.admin.story import StoryMixin
+from django_eventbus.admin.lists import EventChangeList, EventListMixin, event_id_in
+from django_eventbus.admin.paging import grouped
+from django_eventbus.admin.statuses import next_attempt
+from django_eventbus.conf import settings
 from django_eventbus.models import EventLog, QueuedEvent
 from django_eventbus.store import store_for
-from django_eventbus.store.rows import PARKED
+
+#: The largest number of events that a search of the log by type reads.
+MOST_SEARCHED = 100_000
 
 
-def _run_now(event_ids: Sequence[uuid.UUID], run: Run) -> int:
+def _run_now(event_ids: Sequence[uuid.UUID], run: BulkRun) -> int:
     return queued.run_now(event_ids)
 
 
-def _cancel(event_ids: Sequence[uuid.UUID], run: Run) -> int:
+def _cancel(event_ids: Sequence[uuid.UUID], run: BulkRun) -> int:
     return queued.cancel(event_ids)
 
 
-ACTS = (
-    Act(
+BULK_ACTIONS = (
+    BulkAction(
         name="run",
         permission="retry",
         label=gettext_lazy("Run now"),
-        label_all=gettext_lazy("Run all now that match"),
+        label_all=gettext_lazy("Run all matching now"),
         question=ngettext_lazy("Run %(count)s event now?", "Run %(count)s events now?", "count"),
-        told=ngettext_lazy("%(count)s event made ready", "%(count)s events made ready", "count"),
-        do=_run_now,
+        result=ngettext_lazy(
+            "Made %(count)s event ready to run", "Made %(count)s events ready to run", "count"
+        ),
+        skip_reason=gettext_lazy("already ready, being handled, or not the first of their key"),
+        perform=_run_now,
     ),
-    Act(
+    BulkAction(
         name="cancel",
         permission="purge",
-        label=gettext_lazy("Cancel the events"),
-        label_all=gettext_lazy("Cancel all events that match"),
+        label=gettext_lazy("Cancel events"),
+        label_all=gettext_lazy("Cancel all matching events"),
         question=ngettext_lazy("Cancel %(count)s event?", "Cancel %(count)s events?", "count"),
-        told=ngettext_lazy("%(count)s event cancelled", "%(count)s events cancelled", "count"),
-        warning=gettext_lazy("They become dead letters, and can be retried from there."),
-        do=_cancel,
+        result=ngettext_lazy("Cancelled %(count)s event", "Cancelled %(count)s events", "count"),
+        skip_reason=gettext_lazy("being handled, or already ended"),
+        warning=gettext_lazy("Cancelled events become dead letters, which can be retried."),
+        perform=_cancel,
     ),
 )
 
 
-class QueuedEventAdminMixin(StoryMixin, BulkMixin):
-    acts = ACTS
+class QueuedEventAdminMixin(EventPageMixin, BulkMixin):
+    bulk_actions = BULK_ACTIONS
     moment = "created_at"
     list_display = (
         "age",
@@ -77,7 +90,7 @@ class QueuedEventAdminMixin(StoryMixin, BulkMixin):
         "shown_queue",
         "shown_status",
         "attempts",
-        "due",
+        "next_attempt",
     )
     list_display_links = ("shown_type",)
     list_columns = (
@@ -89,10 +102,12 @@ class QueuedEventAdminMixin(StoryMixin, BulkMixin):
         "status",
         "attempts",
         "available_at",
+        "held_by",
+        "handed_off_to",
     )
     ordering = ("-id",)
     sortable_by = ()
-    choice_filters = (QueuedStatusFilter, QueueFilter)
+    choice_filters = (QueuedStatusFilter, QueueFilter, HandedOffFilter)
 
     def get_range_filters(self) -> list[Any]:
         return [
@@ -100,10 +115,9 @@ class QueuedEventAdminMixin(StoryMixin, BulkMixin):
             ("attempts", number_range(gettext_lazy("attempts"))),
         ]
 
-    @admin.display(description=gettext_lazy("waits until"), empty_value="")
-    def due(self, event: QueuedEvent) -> Any:
-        parked = event.available_at is not None and event.available_at >= PARKED
-        return _("a gate opens") if parked else event.available_at
+    @admin.display(description=gettext_lazy("next attempt"), empty_value="")
+    def next_attempt(self, event: QueuedEvent) -> Any:
+        return next_attempt(event)
 
     def get_urls(self) -> list[Any]:
         return [self.route("<int:pk>/run/", self.run_view, "run"), *super().get_urls()]
@@ -118,19 +132,78 @@ class QueuedEventAdminMixin(StoryMixin, BulkMixin):
         if event is None:
             raise Http404
         with transaction.atomic(using=store_for().using):
-            hastened = queued.run_now([event.event_id]) == 1
-            if hastened:
-                subject = f"{event.type} {event.event_id}"
-                audit.record(request, QueuedEvent, _("run now"), subject=subject, object_id=pk)
-        if hastened:
-            self.message_user(request, _("The event is ready to run."), messages.SUCCESS)
+            is_changed = queued.run_now([event.event_id]) == 1
+            if is_changed:
+                what, subject = _("made ready to run"), f"{event.type} {event.event_id}"
+                audit.record(request, QueuedEvent, what, subject=subject, object_id=pk)
+        if is_changed:
+            self.message_user(request, _("Made the event ready to run."), messages.SUCCESS)
         else:
-            no = _("Nothing was done: it is ready, being handled, or not the first of its key.")
-            self.message_user(request, no, messages.WARNING)
+            text = _(
+                "Event not changed: it is already ready, being handled, "
+                "or not the first of its key."
+            )
+            self.message_user(request, text, messages.WARNING)
         return HttpResponseRedirect(self.url_of("change", pk))
 
 
-class EventLogAdminMixin(StoryMixin, EventListMixin):
+class LogChangeList(EventChangeList):
+    """A list that searches by key with an index, and by type only among the newest events.
+
+    The log has no index on the type, because every completed event would need an index entry, and
+    events of a frequent type are found among the newest events. The list compares the search text
+    with types only if no event has this text as its key. So the same search may find rows by key
+    today and by type tomorrow; this is safe, because the log has no bulk actions.
+    """
+
+    is_by_type = False
+    is_cut = False
+
+    def get_queryset(
+        self, request: HttpRequest, exclude_parameters: list[str | None] | None = None
+    ) -> QuerySet[Any]:
+        rows = super().get_queryset(request, exclude_parameters)
+        if not self.query or event_id_in(self.query):
+            return rows
+        store, of_key = store_for(rows.db), rows.filter(key=self.query)
+        with store.reading_by_index(may_sort=True):
+            if of_key.exists():
+                return of_key
+        with store.reading_by_index():
+            oldest = self._oldest_searched(request)
+        self.is_by_type, self.is_cut = True, oldest is not None
+        return rows.filter(finished_at__gte=oldest) if self.is_cut else rows
+
+    @property
+    def may_sort(self) -> bool:
+        return super().may_sort and not self.is_by_type
+
+    def _oldest_searched(self, request: HttpRequest) -> datetime | None:
+        """Return the end time of the oldest event that a search by type reads.
+
+        The search reads only events in the chosen range of time. None means that it reads all of
+        them.
+        """
+        ended = EventLog.objects.using(self.root_queryset.db)
+        rows: QuerySet[Any] = ended.filter(namespace=settings.NAMESPACE)
+        for spec in self.filter_specs:
+            if isinstance(spec, ReadableRange) and spec.field_path == "finished_at":
+                rows = spec.queryset(request, rows)
+        ends = rows.order_by("-finished_at").values_list("finished_at", flat=True)
+        return next(iter(ends[MOST_SEARCHED : MOST_SEARCHED + 1]), None)
+
+    @property
+    def notes(self) -> list[str]:
+        if not self.is_cut:
+            return []
+        text = _(
+            "No event has this key. Only the newest %(number)s events were searched by type. "
+            "Choose a range of time to search older events."
+        )
+        return [text % {"number": grouped(MOST_SEARCHED)}]
+
+
+class EventLogAdminMixin(EventPageMixin, EventListMixin):
     change_list_template = "admin/django_eventbus/event_list.html"
     list_display = ("age", "shown_type", "shown_key", "shown_queue", "shown_status", "attempts")
     list_display_links = ("shown_type",)
@@ -140,9 +213,12 @@ class EventLogAdminMixin(StoryMixin, EventListMixin):
 
     def get_range_filters(self) -> list[Any]:
         return [
-            ("finished_at", time_range(gettext_lazy("time of the end"))),
+            ("finished_at", time_range(gettext_lazy("end time"))),
             ("attempts", number_range(gettext_lazy("attempts"))),
         ]
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[EventChangeList]:
+        return LogChangeList
 
 
 @admin.register(QueuedEvent)

@@ -1,7 +1,8 @@
-"""Filters that read no column to know their choices, and that can say in words what they chose.
+"""Filters that need no query for their choices, and that describe the active choice in words.
 
-A filter that cannot be understood shows nothing. To show everything instead, as the range filters
-do of their own accord, would be the worst answer where an action may follow.
+A list with an invalid filter shows no rows. Without the changes of this module, the range filters
+of django-admin-rangefilter would ignore an invalid range and show all rows, and a bulk action could
+process all rows by mistake.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
 from django.core.exceptions import ValidationError
-from django.db.models import QuerySet
+from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils.formats import localize
 from django.utils.translation import gettext_lazy as _
-from rangefilter.filters import DateTimeRangeFilter, NumericRangeFilter
 
 from django_eventbus.conf import settings
-from django_eventbus.failures import one_line
+from django_eventbus.errors.text import one_line
+from django_eventbus.internals import rangefilter
 from django_eventbus.models import DEAD_STATUSES, LogStatus, QueuedStatus
 from django_eventbus.registry import registry
 
@@ -30,7 +31,7 @@ else:
 
 
 class ChoiceFilter(admin.SimpleListFilter):
-    """A column by its exact value; one that is asked for is offered, known or not."""
+    """A filter by the exact value of a column. An unknown value in the URL becomes a choice."""
 
     column: str
 
@@ -44,15 +45,33 @@ class ChoiceFilter(admin.SimpleListFilter):
         return known
 
     def name_of(self, value: str, rows: QuerySet[Any]) -> str:
-        """For a value that is not known; ``rows`` are those that this user may see."""
+        """Return the label of an unknown value; ``rows`` are the rows that the user may view."""
         return one_line(value)
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         asked = self.value()
         if asked is None:
             return queryset
-        # No text of a database has a NUL, and some refuse to look for one.
+        # PostgreSQL refuses a parameter that contains NUL. No text column contains NUL, so no row
+        # matches.
         return queryset.none() if "\0" in asked else queryset.filter(**{self.column: asked})
+
+
+class StateFilter(ChoiceFilter):
+    """A filter by a state that is not a column. An unknown state matches no rows."""
+
+    title = _("state")
+    parameter_name = "state"
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        asked = self.value()
+        if asked is None:
+            return queryset
+        known = asked in dict(self.known())
+        return queryset.filter(self.condition(asked)) if known else queryset.none()
+
+    def condition(self, state: str) -> Q:
+        raise NotImplementedError
 
 
 class StatusFilter(ChoiceFilter):
@@ -89,8 +108,18 @@ class HandlerFilter(ChoiceFilter):
         return [(each.name, each.name) for each in registry.all()]
 
 
+class HandedOffFilter(ChoiceFilter):
+    """A filter of the queue. Without handlers that have an executor, it is not shown."""
+
+    title = _("handed off to")
+    parameter_name = column = "handed_off_to"
+
+    def known(self) -> Sequence[tuple[str, Any]]:
+        return [(each.name, each.name) for each in registry.all() if each.executor]
+
+
 class GroupFilter(ChoiceFilter):
-    """Comes from the page of groups; nobody picks a fingerprint from a list."""
+    """A filter by error that offers no choices. Links on other admin pages set its value."""
 
     title = _("error")
     parameter_name, column = "group", "error_fingerprint"
@@ -100,7 +129,7 @@ class GroupFilter(ChoiceFilter):
 
     def name_of(self, value: str, rows: QuerySet[Any]) -> str:
         letters = rows.filter(error_fingerprint=value.replace("\0", ""))
-        # In order, because of any one PostgreSQL takes the first that it meets in the whole table.
+        # The order lets PostgreSQL use an index. Otherwise it may scan the whole table for one row.
         latest = letters.order_by("-finished_at").values_list("error_type", "dead_handler")
         error, handler = latest.first() or (value, "")
         return one_line(
@@ -111,17 +140,17 @@ class GroupFilter(ChoiceFilter):
 
 
 class ReadableRange(Range):
-    """What a range filter of django-admin-rangefilter lacks."""
+    """A range filter that rejects an invalid range, and describes a valid range in words."""
 
     form: Any
 
     @property
     def complaint(self) -> str:
-        """Why the range cannot be read."""
+        """The reason why the range is invalid; empty if it is valid."""
         if not self.form.is_bound or self.form.is_valid():
             return ""
         wrong = " ".join(str(error) for errors in self.form.errors.values() for error in errors)
-        return _("The range of “%(title)s” cannot be read, so nothing is shown: %(wrong)s") % {
+        return _("The range of “%(title)s” is invalid, so no rows are shown: %(wrong)s") % {
             "title": self.title,
             "wrong": wrong,
         }
@@ -141,47 +170,45 @@ class ReadableRange(Range):
             return _("%(title)s: from %(start)s") % bounds
         return _("%(title)s: up to %(end)s") % bounds if end is not None else ""
 
-    def _get_form_fields(self) -> Any:
-        """Their inputs have no labels, only placeholders."""
-        fields = super()._get_form_fields()  # type: ignore[misc]
-        for field, name in zip(fields.values(), (_("from"), _("to")), strict=True):
+    def adapt_fields(self, fields: list[Any]) -> None:
+        """Label the two inputs for screen readers, because the form shows only placeholders."""
+        for field, name in zip(fields, (_("from"), _("to")), strict=True):
             field.widget.attrs["aria-label"] = f"{self.title}: {name}"
-        return fields
 
 
 def time_range(title: Any) -> type[Any]:
-    return type("TimeRange", (_TimeRange,), {"default_title": title, **_AS_BUILT})
+    return rangefilter.titled(_TimeRange, title)
 
 
 def number_range(title: Any) -> type[Any]:
-    return type("NumberRange", (_NumberRange,), {"default_title": title, **_AS_BUILT})
+    return rangefilter.titled(_NumberRange, title)
 
 
-#: What its own builders set, which take no class of ours.
-_AS_BUILT = {"__from_builder": True, "default_start": None, "default_end": None}
+def _check_year(moment: datetime) -> None:
+    """Refuse the first and the last year of ``datetime``.
 
-
-def _is_everywhere(moment: datetime) -> None:
-    """In another time zone, such as the database's, the calendar ends earlier or begins later."""
+    A time in these years may overflow when it is converted to the database's time zone.
+    """
     if moment.year in (MINYEAR, MAXYEAR):
-        raise ValidationError(_("This date is out of range."))
+        raise ValidationError(
+            _("The year must be from %(first)s to %(last)s, not %(year)s.")
+            % {"first": MINYEAR + 1, "last": MAXYEAR - 1, "year": moment.year}
+        )
 
 
-class _TimeRange(ReadableRange, DateTimeRangeFilter):  # type: ignore[misc]
-    def _get_form_fields(self) -> Any:
-        fields = super()._get_form_fields()
-        for field in fields.values():
-            field.validators.append(_is_everywhere)
-        return fields
+class _TimeRange(ReadableRange, rangefilter.TimeRange):
+    def adapt_fields(self, fields: list[Any]) -> None:
+        super().adapt_fields(fields)
+        for field in fields:
+            field.validators.append(_check_year)
 
-    def _make_query_filter(self, request: HttpRequest, validated_data: Any) -> dict[str, Any]:
-        """The last second is meant to its end."""
-        bounds: dict[str, Any] = super()._make_query_filter(request, validated_data)
+    def adapt_bounds(self, bounds: dict[str, Any]) -> dict[str, Any]:
+        """Move the upper bound to the end of its second, because the form has whole seconds."""
         return {
             name: moment.replace(microsecond=999_999) if name.endswith("__lte") else moment
             for name, moment in bounds.items()
         }
 
 
-class _NumberRange(ReadableRange, NumericRangeFilter):  # type: ignore[misc]
+class _NumberRange(ReadableRange, rangefilter.NumberRange):
     pass

@@ -1,4 +1,4 @@
-"""Lists of events: which columns they read, what can be searched, and which rows they mean."""
+"""Lists of events: columns, search, and a description of the active filter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, ClassVar
 
 from django.contrib import admin
-from django.contrib.admin.views.main import SEARCH_VAR, ChangeList
+from django.contrib.admin.views.main import SEARCH_VAR
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest
 from django.utils import timezone
@@ -19,43 +19,56 @@ from django.utils.translation import gettext_lazy
 
 from django_eventbus.admin.base import EventBusAdminMixin
 from django_eventbus.admin.filters import ReadableRange
-from django_eventbus.admin.story import status_in_words
-from django_eventbus.failures import one_line
+from django_eventbus.admin.paging import IndexedChangeList
+from django_eventbus.admin.statuses import status_of
+from django_eventbus.errors.text import one_line
 from django_eventbus.status import in_words
 from django_eventbus.store import store_for
 
 
-class EventChangeList(ChangeList):
-    """A list that can say which rows it means."""
+def event_id_in(term: str) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(term)
+    except ValueError:
+        return None
+
+
+class EventChangeList(IndexedChangeList):
+    """A list that describes its filter in words."""
 
     def get_ordering_field(self, field_name: Any) -> Any:
-        """Django offers only what is sortable, but takes any column's number from the address."""
+        """Ignore a column that is not sortable. Django accepts any column number from the URL."""
         sortable = self.sortable_by or ()
         return super().get_ordering_field(field_name) if field_name in sortable else None
 
     def get_queryset(
         self, request: HttpRequest, exclude_parameters: list[str | None] | None = None
     ) -> QuerySet[Any]:
-        """Django takes a search that it cannot read for none."""
+        """Return no rows for an invalid search text, where Django would return all rows."""
         rows = super().get_queryset(request, exclude_parameters)
-        self.is_misread = bool(request.GET.get(SEARCH_VAR, "").strip()) and not self.query
-        return rows.none() if self.is_misread else rows
+        self.has_invalid_search = bool(request.GET.get(SEARCH_VAR, "").strip()) and not self.query
+        return rows.none() if self.has_invalid_search else rows
 
     @property
     def complaints(self) -> list[str]:
         wrong = [getattr(spec, "complaint", "") for spec in self.filter_specs]
-        if self.is_misread:
-            wrong.append(_("The search cannot be read, so nothing is shown."))
+        if self.has_invalid_search:
+            wrong.append(_("The search text contains invalid characters, so no rows are shown."))
         return [each for each in wrong if each]
 
     @property
+    def notes(self) -> list[str]:
+        """Texts about the shown rows, which the page displays above the list."""
+        return []
+
+    @property
     def filter_query(self) -> str:
-        """The query string that chooses the same rows, on whatever page."""
+        """The query string of the filter, without page and order."""
         return self.get_query_string(remove=["p", "o", "all", "e"])
 
     @property
     def in_words(self) -> list[str]:
-        """One line per condition that is in force; none means all there are."""
+        """One line per active condition; an empty list means all rows."""
         return list(self._conditions())
 
     def _conditions(self) -> Iterator[str]:
@@ -77,19 +90,20 @@ class EventChangeList(ChangeList):
 
 
 class EventListMixin(EventBusAdminMixin):
-    """Reads no payload, sorts only by what an index has, and takes no filter but its own."""
+    """A list that reads no payloads, sorts only by an index, and accepts only its own filters."""
 
-    #: What the columns of the list need.
+    #: The database columns that the list reads.
     list_columns: Sequence[str] = ()
-    #: The column that ages.
+    #: The column from which the age is computed.
     moment = "finished_at"
     choice_filters: Sequence[type[admin.SimpleListFilter]] = ()
     sortable_by: ClassVar[tuple[str, ...]] = ("age",)
-    search_fields = ("event_id",)  # shows the box; what is searched is said below
-    search_help_text = gettext_lazy("An event id, a key, or the beginning of a type")
+    # Django shows the search box only if this is not empty. get_search_results() runs the search.
+    search_fields = ("event_id",)
+    search_help_text = gettext_lazy("Event id, key, or beginning of an event type")
 
     def get_range_filters(self) -> list[Any]:
-        """For a theme that has range filters of its own to override."""
+        """Return the range filters. Override this method to use the range filters of a theme."""
         return []
 
     def get_list_filter(self, request: HttpRequest) -> list[Any]:
@@ -107,11 +121,10 @@ class EventListMixin(EventBusAdminMixin):
         term = search_term.strip()
         if not term:
             return queryset, False
-        try:
-            return queryset.filter(event_id=uuid.UUID(term)), False
-        except ValueError:
-            of_type = store_for(queryset.db).starting_with("type", term)
-            return queryset.filter(Q(key=term) | of_type), False
+        if event_id := event_id_in(term):
+            return queryset.filter(event_id=event_id), False
+        of_type = store_for(queryset.db).starting_with("type", term)
+        return queryset.filter(Q(key=term) | of_type), False
 
     @admin.display(description=gettext_lazy("age"), ordering="finished_at")
     def age(self, event: Any) -> str:
@@ -138,4 +151,4 @@ class EventListMixin(EventBusAdminMixin):
 
     @admin.display(description=gettext_lazy("status"))
     def shown_status(self, event: Any) -> str:
-        return status_in_words(event.status)
+        return status_of(event)

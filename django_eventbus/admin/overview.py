@@ -1,7 +1,7 @@
-"""The overview: how the bus is doing, on one page that keeps itself up to date.
+"""The overview: problems, status, the statistics of the last hour and the handlers on one page.
 
-Without JavaScript it is a plain page. With it, a small static script fetches the changing part
-every few seconds, as long as somebody looks at it.
+A static script fetches this content again every few seconds while the page is visible. Without
+JavaScript the page works, but does not refresh itself.
 """
 
 from __future__ import annotations
@@ -23,19 +23,22 @@ from django.utils.timezone import get_current_timezone_name, localtime
 from django.utils.translation import gettext as _
 from django.views.decorators.http import require_safe
 
-from django_eventbus import findings, status
+from django_eventbus import status
 from django_eventbus.admin.base import EventBusAdminMixin
 from django_eventbus.admin.paging import grouped
+from django_eventbus.admin.permissions import page_for
+from django_eventbus.conf import settings
 from django_eventbus.models import (
     DeadEvent,
-    EventGate,
     EventLane,
-    EventMinute,
     EventSchedule,
     EventWorker,
+    FlowControl,
+    MinuteStatistics,
     QueuedEvent,
     QueuedStatus,
 )
+from django_eventbus.statistics import problems
 from django_eventbus.status import Status, in_words, shown_count
 
 REFRESH_SECONDS = 5
@@ -43,15 +46,16 @@ SPARK_HEIGHT = 40
 SPARK_STEP = 4
 NOTHING = "\N{EN DASH}"
 
-#: The page that has more, by what a finding is about, and what to choose there.
+#: The list to which a problem or a tile links, and the filter of this list.
 PAGES: dict[str, tuple[type[Model], dict[str, str]]] = {
     "workers": (EventWorker, {}),
     "dead": (DeadEvent, {}),
     "lanes": (EventLane, {"state": "blocked"}),
     "schedules": (EventSchedule, {}),
     "queue": (QueuedEvent, {}),
-    "breakers": (EventGate, {"state": "open"}),
-    "pauses": (EventGate, {"state": "paused"}),
+    "executors": (FlowControl, {"state": "unavailable"}),
+    "breakers": (FlowControl, {"state": "open"}),
+    "pauses": (FlowControl, {"state": "paused"}),
 }
 
 
@@ -66,7 +70,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spark:
-    """Sixty bars. All text: a number would be written as people write it, not as SVG does."""
+    """A sparkline of sixty bars. The sizes are strings, because templates localize numbers."""
 
     label: str
     summary: str
@@ -77,7 +81,7 @@ class Spark:
 
 
 class OverviewMixin(EventBusAdminMixin):
-    """The page stands where the list of the minutes would: who may see those may see it."""
+    """The overview page, at the URL and with the view permission of MinuteStatistics."""
 
     class Media:
         css = {"all": ("django_eventbus/eventbus.css", "django_eventbus/overview.css")}
@@ -86,7 +90,7 @@ class OverviewMixin(EventBusAdminMixin):
     def get_urls(self) -> list[URLPattern]:
         return [
             self.route("", self.changelist_view, "changelist"),
-            self.route("figures/", self.figures_view, "figures"),
+            self.route("statistics/", self.statistics_view, "statistics"),
         ]
 
     @method_decorator(require_safe)
@@ -96,50 +100,54 @@ class OverviewMixin(EventBusAdminMixin):
             "overview",
             title=_("Overview"),
             refresh_seconds=str(REFRESH_SECONDS),
-            figures_url=self.url_of("figures"),
-            **self._live(request),
+            statistics_url=self.url_of("statistics"),
+            **self._statistics(request),
         )
 
     @method_decorator(require_safe)
-    def figures_view(self, request: HttpRequest) -> TemplateResponse:
-        """The part that changes, for the script."""
-        template = "admin/django_eventbus/overview_figures.html"
-        return TemplateResponse(request, template, self._live(request))
+    def statistics_view(self, request: HttpRequest) -> TemplateResponse:
+        """Return the part of the page that the script refreshes."""
+        template = "admin/django_eventbus/overview_statistics.html"
+        return TemplateResponse(request, template, self._statistics(request))
 
-    def _live(self, request: HttpRequest) -> dict[str, Any]:
+    def _statistics(self, request: HttpRequest) -> dict[str, Any]:
         self.demand_view(request)
         seen = status.look()
         return {
             "as_of": as_of(seen.at),
-            "tiles": self._tiles(request, seen),
+            "tiles": [*self._queue_tiles(request, seen), *self._rate_tiles(request, seen)],
             "sparks": sparks(seen),
-            "findings": [
+            "problems": [
                 (each, self._page(request, each.about, **_group_of(each)))
-                for each in findings.of(seen)
+                for each in problems.find_problems(seen)
             ],
             "handlers": handler_rows(seen),
+            "has_hand_offs": any(each.executor or each.runs.handed_off for each in seen.handlers),
             "minutes": minute_rows(seen),
         }
 
-    def _tiles(self, request: HttpRequest, seen: Status) -> list[Tile]:
-        found: dict[str, Any] = seen.figures
+    def _queue_tiles(self, request: HttpRequest, seen: Status) -> list[Tile]:
+        found: dict[str, Any] = seen.metrics
         pending = self._page(request, "queue", status=QueuedStatus.PENDING)
         running = self._page(request, "queue", status=QueuedStatus.PROCESSING)
         dead = self._page(request, "dead")
-        workers = self._page(request, "workers")
-        recently = _("last %(minutes)d min") % {"minutes": status.RECENT_MINUTES}
         return [
             Tile(label=_("Pending"), value=shown_count(found["pending"]), url=pending),
-            Tile(label=_("Running"), value=shown_count(found["running"]), url=running),
+            Tile(
+                label=_("Running"),
+                value=shown_count(found["running"]),
+                note=_handed_off_note(seen),
+                url=running,
+            ),
             Tile(label=_("Retrying"), value=shown_count(found["retrying"]), url=pending),
             Tile(
                 label=_("Scheduled"),
                 value=shown_count(found["scheduled"]),
-                note=_("held up: %(held)s") % {"held": shown_count(found["held"])},
+                note=_("held by flow control: %(held)s") % {"held": shown_count(found["held"])},
                 url=pending,
             ),
             Tile(
-                label=_("Dead"),
+                label=_("Dead letters"),
                 value=shown_count(found["dead"]),
                 url=dead,
                 is_bad=found["dead"] > 0,
@@ -147,8 +155,14 @@ class OverviewMixin(EventBusAdminMixin):
             Tile(
                 label=_("Oldest pending"),
                 value=in_words(found["lag"]) if found["pending"] else NOTHING,
-                is_bad=found["lag"] > findings.LATE,
+                is_bad=found["lag"] > problems.LATE,
             ),
+        ]
+
+    def _rate_tiles(self, request: HttpRequest, seen: Status) -> list[Tile]:
+        found: dict[str, Any] = seen.metrics
+        recently = _("last %(minutes)d min") % {"minutes": status.RECENT_MINUTES}
+        return [
             Tile(
                 label=_("Events per minute"),
                 value=number_format(round(found["events_per_minute"], 1)),
@@ -163,16 +177,15 @@ class OverviewMixin(EventBusAdminMixin):
             Tile(
                 label=_("Workers"),
                 value=shown_count(found["workers"]),
-                url=workers,
+                url=self._page(request, "workers"),
                 is_bad=not found["workers"],
             ),
         ]
 
     def _page(self, request: HttpRequest, about: str, **filters: str) -> str | None:
-        """Where to look for more, unless that page is not there or not for this user."""
+        """Return the URL of a list, or None if the list is missing or the user may not view it."""
         model, chosen = PAGES[about]
-        page = self.admin_site._registry.get(model)
-        if page is None or not page.has_view_permission(request):
+        if page_for(request, self.admin_site, model) is None:
             return None
         name = f"{model._meta.app_label}_{model._meta.model_name}_changelist"
         url = reverse(f"admin:{name}", current_app=self.admin_site.name)
@@ -180,7 +193,7 @@ class OverviewMixin(EventBusAdminMixin):
         return f"{url}?{query}" if query else url
 
 
-@admin.register(EventMinute)
+@admin.register(MinuteStatistics)
 class OverviewAdmin(OverviewMixin, admin.ModelAdmin):  # type: ignore[type-arg]
     pass
 
@@ -190,37 +203,44 @@ def as_of(moment: datetime) -> str:
     return _("As of %(time)s, %(zone)s") % facts
 
 
-def _group_of(finding: findings.Finding) -> dict[str, str]:
-    return {"group": finding.fingerprint} if finding.fingerprint else {}
+def _handed_off_note(seen: Status) -> str:
+    count: Any = seen.metrics["handed_off"]
+    if not count and not seen.executors:
+        return ""
+    return _("handed off: %(count)s") % {"count": shown_count(count)}
+
+
+def _group_of(problem: problems.Problem) -> dict[str, str]:
+    return {"group": problem.fingerprint} if problem.fingerprint else {}
 
 
 def sparks(seen: Status) -> list[Spark]:
-    ended = [each.ended for each in seen.minutes]
-    failed = [each.failed for each in seen.minutes]
-    slow = [each.p95 or 0.0 for each in seen.minutes]
-    summary = _("last minute %(last)s, most %(most)s")
+    ended = [each.ended for each in seen.last_hour]
+    failed = [each.failed for each in seen.last_hour]
+    slow = [each.p95 or 0.0 for each in seen.last_hour]
+    summary = _("last minute %(last)s, maximum %(most)s")
 
-    def said(values: Sequence[float], show: Any) -> str:
+    def summarize(values: Sequence[float], show: Any) -> str:
         return summary % {"last": show(values[-2]), "most": show(max(values))}
 
     return [
-        Spark(label=_("Events per minute"), summary=said(ended, grouped), path=bars(ended)),
+        Spark(label=_("Events per minute"), summary=summarize(ended, grouped), path=bars(ended)),
         Spark(
             label=_("Failures per minute"),
-            summary=said(failed, grouped),
+            summary=summarize(failed, grouped),
             path=bars(failed),
             is_bad=True,
         ),
         Spark(
             label=_("Latency, 95th percentile"),
-            summary=said(slow, lambda seconds: duration(seconds or None)),
+            summary=summarize(slow, lambda seconds: duration(seconds or None)),
             path=bars(slow),
         ),
     ]
 
 
 def bars(values: Sequence[float]) -> str:
-    """A path of one bar for each value; what is not nothing can be seen."""
+    """Return an SVG path with a bar for each value above 0; a bar has a height of at least 1."""
     most = max(values) or 1
     heights = (max(1, round(SPARK_HEIGHT * each / most)) if each else 0 for each in values)
     return " ".join(
@@ -231,34 +251,41 @@ def bars(values: Sequence[float]) -> str:
 
 
 def handler_rows(seen: Status) -> list[dict[str, Any]]:
-    """The busiest first."""
+    """Return the handlers, busiest first."""
     return [
         {
             "name": each.name,
             "runs": grouped(each.runs.total),
             "failed": grouped(each.runs.failed),
             "rate": per_cent(each.runs.failure_rate),
-            # Discarded ones are dead letters, too.
+            # A discarded event is a dead letter too, so it is counted here.
             "dead": grouped(each.runs.dead + each.runs.discarded),
             "p50": duration(each.runs.p50),
             "p95": duration(each.runs.p95),
+            "hand_offs": grouped(each.runs.handed_off),
             "state": _handler_state(each),
-            "is_bad": each.breaker_open,
+            "is_bad": each.breaker_open or each.executor_unavailable,
         }
         for each in sorted(seen.handlers, key=lambda each: -each.runs.total)
     ]
 
 
-def _handler_state(handler: status.HandlerFigures) -> str:
+def _handler_state(handler: status.HandlerCounts) -> str:
     if handler.breaker_open:
-        return _("breaker open")
+        return _("circuit breaker open")
     if handler.paused:
         return _("paused")
+    if handler.executor_unavailable:
+        return _("broker unavailable")
+    if handler.executor:
+        text = _("active, %(count)s of at most %(window)s events handed off")
+        window = grouped(settings.HANDOFF_WINDOW)
+        return text % {"count": shown_count(handler.handed_off), "window": window}
     return _("active") if handler.is_registered else _("not registered here")
 
 
 def minute_rows(seen: Status) -> list[dict[str, Any]]:
-    """What the sparklines show, to be read: the latest first."""
+    """Return the data of the sparklines as a table, latest minute first."""
     last = seen.at.replace(second=0, microsecond=0)
     return [
         {
@@ -268,7 +295,7 @@ def minute_rows(seen: Status) -> list[dict[str, Any]]:
             "dead": grouped(each.dead),
             "p95": duration(each.p95),
         }
-        for ago, each in enumerate(reversed(seen.minutes))
+        for ago, each in enumerate(reversed(seen.last_hour))
         if each.total
     ]
 

@@ -1,4 +1,4 @@
-"""What is shown of a payload: as much as fits a page, without what nobody should read there."""
+"""Payloads as text: shortened, and with sensitive fields replaced by placeholders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLACEHOLDER = re.compile(r"•••••• \((\d+)\)")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A text for a page, and how many characters of it are left out."""
+    """A text for a page, and the number of characters that were cut off its end."""
 
     text: str
     left_out: int = 0
@@ -26,7 +26,7 @@ class Shown:
 
 def shown(value: Any) -> Shown:
     text = _json(Redaction(value).public)
-    # Cut first: to look at every letter of a huge one takes seconds.
+    # Shorten the text before printable(), which would take seconds for a huge text.
     return Shown(printable(text[:MOST_SHOWN]), max(0, len(text) - MOST_SHOWN))
 
 
@@ -39,8 +39,12 @@ def _json(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """What would steer the reader's eye (or terminal) elsewhere is spelt out. In JSON this is
-    still the same value: such characters only stand inside strings."""
+    """Return the text with an escape in place of each character that is not printable.
+
+    Such characters are, for example, control characters and characters that change the direction of
+    text. The escapes do not change the value of a JSON text, because JSON contains such characters
+    only inside of strings.
+    """
     return "".join(c if c.isprintable() or c in "\n " else _spelt_out(c) for c in text)
 
 
@@ -49,12 +53,15 @@ def _spelt_out(character: str) -> str:
 
 
 class MisplacedSecret(ValueError):
-    """A placeholder that cannot be replaced where it stands."""
+    """A placeholder was moved to a field that is not sensitive, or its number is unknown."""
 
 
 class Redaction:
-    """A value with its sensitive fields replaced by placeholders, each by one of its own: so they
-    find back to what they stand for, to whichever sensitive field an editor has moved them."""
+    """A value whose sensitive fields are replaced by numbered placeholders.
+
+    The number identifies the hidden value, so an editor may move a placeholder to another
+    sensitive field.
+    """
 
     def __init__(self, value: Any) -> None:
         self._hidden: list[Any] = []
@@ -79,9 +86,11 @@ class Redaction:
         return f"•••••• ({len(self._hidden)})"
 
     def restored(self, edited: Any, *, is_hidden: bool = False) -> Any:
-        """An edited public value with the secrets put back. Raises MisplacedSecret for a
-        placeholder that stands for nothing, or where its secret would be shown (that is, not
-        inside a field that ``is_hidden``)."""
+        """Return an edited public value with the hidden values in place of their placeholders.
+
+        Raise MisplacedSecret for an unknown placeholder, and for a placeholder in a field that is
+        not sensitive, because the page would then show the hidden value.
+        """
         if isinstance(edited, dict):
             return {
                 name: self.restored(item, is_hidden=is_hidden or self._is_sensitive(name))
@@ -97,7 +106,8 @@ class Redaction:
         return self._secret(found[1], edited)
 
     def _secret(self, number: str, placeholder: str) -> Any:
-        # None has as many digits as Python refuses to read.
+        # int() refuses thousands of digits. No placeholder has a number of ten digits, so a number
+        # of ten or more digits is replaced by 0, which is not the number of a placeholder.
         place = int(number) if len(number) < 10 else 0
         if not 1 <= place <= len(self._hidden):
             raise MisplacedSecret(placeholder)

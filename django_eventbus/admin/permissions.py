@@ -1,23 +1,37 @@
-"""Who may do what. Being able to see a page gives nobody the right to change anything on it."""
+"""The permissions of the actions. The permission to view a page allows no action on it."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from django.contrib.admin import AdminSite, ModelAdmin
 from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest
 
 RETRY = "django_eventbus.retry_deadevent"
 EDIT = "django_eventbus.edit_deadevent"
 PURGE = "django_eventbus.purge_deadevent"
-PAUSE = "django_eventbus.pause_eventgate"
+PAUSE = "django_eventbus.pause_flowcontrol"
 VIEW_PAYLOAD = "django_eventbus.view_payload_eventlog"
 
 
 def may(request: HttpRequest, *permissions: str) -> bool:
-    """For templates and lists: whether to offer it at all."""
+    """Return whether the user has all of these permissions. If not, pages hide the action."""
     return request.user.is_active and request.user.has_perms(permissions)
 
 
 def demand(request: HttpRequest, *permissions: str) -> None:
-    """For everything that changes something, whatever the page had offered."""
+    """Raise PermissionDenied if the user lacks one of these permissions.
+
+    Call it before each change.
+    """
     if not may(request, *permissions):
         raise PermissionDenied
+
+
+def page_for(request: HttpRequest, site: AdminSite, model: type[Any]) -> ModelAdmin[Any] | None:
+    """Return the ModelAdmin of a model; None if there is none or the user may not view it."""
+    if not site.is_registered(model):
+        return None
+    page = site.get_model_admin(model)
+    return page if page.has_view_permission(request) else None

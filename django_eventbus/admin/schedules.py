@@ -1,4 +1,7 @@
-"""Schedules: made, changed and switched here; those declared in code are switched only."""
+"""Schedules: add, change, delete, enable, disable and run.
+
+A schedule that is declared in code can be enabled, disabled and run, but not changed or deleted.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,14 @@ from django_eventbus import schedules
 from django_eventbus.admin import permissions
 from django_eventbus.admin.base import EventBusAdminMixin
 from django_eventbus.admin.filters import ChoiceFilter
-from django_eventbus.admin.flow import (
-    MOST_AT_ONCE,
-    FlowMixin,
-    looked_at,
-    time_between,
-)
 from django_eventbus.admin.payloads import shown
+from django_eventbus.admin.row_actions import MOST_AT_ONCE, RowActionsMixin, read_at, time_between
 from django_eventbus.exceptions import EventBusError
 from django_eventbus.models import EventSchedule, ScheduleOrigin
-from django_eventbus.store import default_alias
-from django_eventbus.store.schedules import DEFINITION
+from django_eventbus.store import DEFINITION, default_alias
 
 SHOWN_RUNS = 3
-#: Without what nobody should read there.
+#: Fields that may be sensitive, and the methods that show them redacted on a read-only page.
 READ_AS: dict[Any, str] = {"payload": "shown_payload", "headers": "shown_headers"}
 
 
@@ -41,29 +38,30 @@ class OriginFilter(ChoiceFilter):
         return ScheduleOrigin.choices
 
 
-class ScheduleMixin(FlowMixin):
-    """Who may add, change or delete them is said by Django's own permissions."""
+class ScheduleMixin(RowActionsMixin):
+    """The pages of schedules, with Django's permissions to add, change and delete."""
 
     list_display = ("name", "type", "enabled", "rhythm", "next_run", "last_at", "origin")
     list_filter = (OriginFilter,)
     search_fields = ("name__exact", "type__exact")
-    search_help_text = gettext_lazy("A name or an event type")
+    search_help_text = gettext_lazy("Exact name or event type")
     ordering = ("name",)
     actions = ("enable", "disable", "run_now")
     readonly_fields = ("plan_in_words", "next_run", "last_at", "origin")
     fieldsets = (
         (None, {"fields": ("name", "enabled", "origin")}),
         (
-            gettext_lazy("When"),
+            gettext_lazy("Timing"),
             {"fields": ("cron", "tz", "misfire", "plan_in_words", "next_run", "last_at")},
         ),
         (
-            gettext_lazy("What"),
+            gettext_lazy("Event"),
             {"fields": ("type", "payload", "key", "queue", "priority", "headers")},
         ),
     )
 
-    # The base refuses these three to everybody.
+    # EventBusAdminMixin denies these three permissions to all users, so these methods call Django's
+    # implementation.
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return super(EventBusAdminMixin, self).has_add_permission(request)
@@ -72,8 +70,12 @@ class ScheduleMixin(FlowMixin):
         return super(EventBusAdminMixin, self).has_change_permission(request, obj)
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """One by one: Django's deletion of many writes its history in another transaction. And not
-        what code declares, which would be back with the next worker."""
+        """Allow the deletion of single schedules that are not declared in code.
+
+        The bulk deletion is denied, because Django writes the history of a bulk deletion in another
+        transaction. The deletion of a schedule that is declared in code is denied, because the next
+        worker that starts would add the schedule again.
+        """
         deletable = obj is not None and obj.origin != ScheduleOrigin.CODE
         return deletable and super(EventBusAdminMixin, self).has_delete_permission(request, obj)
 
@@ -83,11 +85,12 @@ class ScheduleMixin(FlowMixin):
         return (*self.readonly_fields, "name", *DEFINITION, *READ_AS.values())
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """What is published is for those who may see payloads."""
+        """Hide payload and headers of an existing schedule if the user may not view payloads."""
         hidden = {"plan_in_words", "next_run", "last_at", "origin"} if obj is None else set()
         if obj is not None and not permissions.may(request, permissions.VIEW_PAYLOAD):
             hidden = {"payload", "headers"}
-        # Whoever changes a payload has to see what is saved; whoever only reads it, not.
+        # A form saves the values that it shows, so it must show sensitive values unchanged. A
+        # read-only page redacts sensitive values.
         is_read = obj is not None and not self._is_changed_here(request, obj)
         instead: dict[Any, str] = READ_AS if is_read else {}
         return [
@@ -113,31 +116,31 @@ class ScheduleMixin(FlowMixin):
 
     @admin.display(description=gettext_lazy("plan"))
     def rhythm(self, schedule: EventSchedule) -> str:
-        return self._worked_out(lambda: schedules.explain(schedule, 0, after=looked_at(schedule)))
+        return self._or_error(lambda: schedules.explain(schedule, 0, after=read_at(schedule)))
 
     @admin.display(description=gettext_lazy("plan"))
     def plan_in_words(self, schedule: EventSchedule) -> str:
-        return self._worked_out(
-            lambda: schedules.explain(schedule, SHOWN_RUNS, after=looked_at(schedule))
+        return self._or_error(
+            lambda: schedules.explain(schedule, SHOWN_RUNS, after=read_at(schedule))
         )
 
     @admin.display(description=gettext_lazy("next run"))
     def next_run(self, schedule: EventSchedule) -> str:
-        now = looked_at(schedule)
+        now = read_at(schedule)
         if not schedule.enabled:
             return _("disabled")
         if schedule.next_at is not None and schedule.next_at < now - schedules.MISSED_AFTER:
             return _("overdue for %(time)s") % {"time": time_between(schedule.next_at, now)}
 
         def coming() -> str:
-            first = schedules.next_runs(schedule, 1, after=now)
+            first = schedules.coming_runs(schedule, 1, now=now)
             return _("in %(time)s") % {"time": time_between(now, first[0])} if first else _("never")
 
-        return self._worked_out(coming)
+        return self._or_error(coming)
 
     @staticmethod
-    def _worked_out(words: Callable[[], str]) -> str:
-        """A row that was written by other means may be one that nobody can read."""
+    def _or_error(words: Callable[[], str]) -> str:
+        """Return the text, or the error: a row that was written with SQL may be invalid."""
         try:
             return words()
         except EventBusError as error:
@@ -151,9 +154,7 @@ class ScheduleMixin(FlowMixin):
 
         off = queryset.filter(enabled=False)[:MOST_AT_ONCE]
         done = self.act(request, off, verb, _("enabled"))
-        text = ngettext(
-            "%(count)s schedule was enabled.", "%(count)s schedules were enabled.", done
-        )
+        text = ngettext("Enabled %(count)s schedule.", "Enabled %(count)s schedules.", done)
         self.message_user(request, text % {"count": done})
 
     @admin.action(description=gettext_lazy("Disable"), permissions=["change"])
@@ -164,9 +165,7 @@ class ScheduleMixin(FlowMixin):
 
         on = queryset.filter(enabled=True)[:MOST_AT_ONCE]
         done = self.act(request, on, verb, _("disabled"))
-        text = ngettext(
-            "%(count)s schedule was disabled.", "%(count)s schedules were disabled.", done
-        )
+        text = ngettext("Disabled %(count)s schedule.", "Disabled %(count)s schedules.", done)
         self.message_user(request, text % {"count": done})
 
     @admin.action(description=gettext_lazy("Run now"), permissions=["change"])
@@ -174,8 +173,8 @@ class ScheduleMixin(FlowMixin):
         def verb(schedule: EventSchedule) -> object:
             return schedules.run(schedule.name, using=default_alias())
 
-        done = self.act(request, queryset[:MOST_AT_ONCE], verb, _("run by hand"))
-        text = ngettext("%(count)s event was published.", "%(count)s events were published.", done)
+        done = self.act(request, queryset[:MOST_AT_ONCE], verb, _("run manually"))
+        text = ngettext("Published %(count)s event.", "Published %(count)s events.", done)
         self.message_user(request, text % {"count": done})
 
 

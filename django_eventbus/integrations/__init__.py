@@ -1,1 +1,4 @@
-"""The bus and other software: each module needs what it is named after, nothing else does."""
+"""Integrations with other software.
+
+Only these modules import optional libraries, except for cronsim, which ``scheduling`` imports.
+"""

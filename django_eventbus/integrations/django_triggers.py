@@ -1,7 +1,7 @@
-"""A bridge that no write gets past: a trigger of the database, installed by a migration.
+"""Migration operations that install a trigger, so that every write to a table publishes an event.
 
-On PostgreSQL, in place of ``bridge_model``, where rows are also written by bulk operations, by raw
-SQL, by cascades of the database or by other programs.
+Use ``BridgeTrigger`` on PostgreSQL, in place of ``bridge_model``, if rows are also written by bulk
+operations, raw SQL, cascades of the database or other programs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from django.db.migrations.state import ProjectState
 from django.db.models import Model
 
 from django_eventbus.conf import settings
+from django_eventbus.errors.suggestions import did_you_mean
 from django_eventbus.events import class_for
 from django_eventbus.exceptions import BridgeError
 from django_eventbus.integrations.model_events import PER_ROW, ModelEvents
@@ -21,9 +22,13 @@ from django_eventbus.store import RowTrigger, store_for
 
 
 class BridgeTrigger(Operation):
-    """Install the trigger; run it again, with all it should be, to change it.
+    """Install the trigger of a model. To change it, run the operation again with all arguments.
 
-    Events go to the namespace and queue that ``EVENTBUS`` names when the migration runs.
+    ``model_name`` is the name of a model of the migration's app. For a model of another app, put
+    the label of that app before the name: ``"auth.User"`` or ``settings.AUTH_USER_MODEL``. The
+    migration must then depend on a migration of that app in which the model has the ``fields``.
+    The namespace of the events, and their queue if ``queue`` is not given, are the values that
+    ``EVENTBUS`` has when the migration runs.
     """
 
     reversible = True
@@ -44,7 +49,7 @@ class BridgeTrigger(Operation):
         self.fields, self.key, self.queue = fields, key, queue
 
     def state_forwards(self, app_label: str, state: ProjectState) -> None:
-        """Models know nothing of it."""
+        """Do nothing: the trigger does not change the state of models."""
 
     def database_forwards(
         self,
@@ -65,11 +70,15 @@ class BridgeTrigger(Operation):
         self._run(app_label, schema_editor, from_state, install=False)
 
     def describe(self) -> str:
-        return f"Bridge {self.model_name} to events by a trigger"
+        return f"Create the event trigger of {self.model_name}"
 
     @property
     def migration_name_fragment(self) -> str:
-        return f"bridge_{self.model_name.lower()}"
+        return f"bridge_{self._name_in_file}"
+
+    @property
+    def _name_in_file(self) -> str:
+        return self.model_name.lower().replace(".", "_")
 
     def _run(
         self,
@@ -79,11 +88,44 @@ class BridgeTrigger(Operation):
         *,
         install: bool,
     ) -> None:
-        model = state.apps.get_model(app_label, self.model_name)
+        model = self._model(app_label, state)
         alias = schema_editor.connection.alias
         if self.allow_migrate_model(alias, model):
             for statement in store_for(alias).trigger_sql(self.trigger(model), install=install):
                 schema_editor.execute(statement, params=None)
+
+    def _model(self, app_label: str, state: ProjectState) -> type[Model]:
+        """Return the model as it is at this point of the migrations."""
+        label, _, name = self.model_name.rpartition(".")
+        try:
+            model = state.apps.get_model(label or app_label, name)
+        except LookupError:
+            raise BridgeError(self._what_is_missing(app_label, state)) from None
+        if model._meta.swapped:
+            raise BridgeError(
+                f"{model._meta.label} is replaced by {model._meta.swapped}, so it has no table: "
+                f"bridge {model._meta.swapped}"
+            )
+        if model._meta.proxy:
+            concrete = model._meta.concrete_model
+            raise BridgeError(
+                f"{model._meta.label} is a proxy and has no table of its own: "
+                f"bridge {concrete._meta.label}"
+            )
+        return model
+
+    def _what_is_missing(self, app_label: str, state: ProjectState) -> str:
+        label, _, name = self.model_name.rpartition(".")
+        label = label or app_label
+        known = [model.name for (app, _), model in state.models.items() if app == label]
+        if known or label == app_label:
+            hint = did_you_mean(name, known)
+            return f"there is no model {label}.{name} at this point of the migrations{hint}"
+        return (
+            f"no model of the app {label!r} is known at this point of the migrations: add a "
+            f"migration of {label!r} to the dependencies of the migration that bridges "
+            f"{self.model_name}"
+        )
 
     def trigger(self, model: type[Model]) -> RowTrigger:
         events = ModelEvents(
@@ -116,7 +158,10 @@ class BridgeTrigger(Operation):
 
 
 class RemoveBridgeTrigger(BridgeTrigger):
-    """Remove a trigger that an earlier migration installed; takes the same arguments."""
+    """Remove a trigger that an earlier migration installed.
+
+    Pass the arguments with which the trigger was installed.
+    """
 
     def database_forwards(
         self,
@@ -137,11 +182,11 @@ class RemoveBridgeTrigger(BridgeTrigger):
         self._run(app_label, schema_editor, to_state, install=True)
 
     def describe(self) -> str:
-        return f"Bridge {self.model_name} to events no more"
+        return f"Remove the event trigger of {self.model_name}"
 
     @property
     def migration_name_fragment(self) -> str:
-        return f"unbridge_{self.model_name.lower()}"
+        return f"unbridge_{self._name_in_file}"
 
 
 def _columns(events: ModelEvents) -> dict[str, str]:
@@ -150,7 +195,8 @@ def _columns(events: ModelEvents) -> dict[str, str]:
         table = field.model._meta.db_table
         if table != events.model._meta.db_table:
             raise BridgeError(
-                f"{events.label}.{name} is in the table {table!r}: a trigger sees only its own"
+                f"{events.label}.{name} is in the table {table!r}, which a trigger on "
+                f"{events.model._meta.db_table!r} cannot read: remove it from fields"
             )
         columns[name] = str(field.column)
     return columns

@@ -1,6 +1,6 @@
-"""Factories for events in any state, to test what reads them: admin pages, dashboards, reports.
+"""Factories for events in any state, to test code that reads events: pages, dashboards, reports.
 
-To test handlers, publish events and ``drain()`` them.
+Do not test handlers with factories. To test a handler, publish an event and call ``drain()``.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from django.utils import timezone
 
-from django_eventbus import failures
 from django_eventbus.conf import settings
+from django_eventbus.errors import failures
 from django_eventbus.events import uuid7
 from django_eventbus.models import EventLog, LogStatus, QueuedEvent
 
@@ -23,7 +23,8 @@ except ImportError as error:
         "the factories of django_eventbus need factory_boy: pip install factory-boy"
     ) from error
 
-#: Far above the ids of any queue: an ended event keeps the id it had there.
+#: The first id of a created log row. It is larger than any id in the queue: an event keeps its id
+#: when it moves from the queue to the log, so a smaller id could collide with a queued event.
 FIRST_LOG_ID = 2**40
 
 
@@ -40,7 +41,7 @@ class EventFactory(DjangoModelFactory[Any]):
 
 
 class QueuedEventFactory(EventFactory):
-    """An event that waits; ``QueuedEventFactory(delayed=True)`` for one that waits an hour."""
+    """A pending event; ``QueuedEventFactory(delayed=True)`` is due in an hour."""
 
     class Meta:
         model = QueuedEvent
@@ -53,7 +54,7 @@ class QueuedEventFactory(EventFactory):
 
 
 class EventLogFactory(EventFactory):
-    """An event that ended well; ``EventLogFactory(dead=True)`` for a dead letter."""
+    """A completed event; ``EventLogFactory(dead=True)`` is a dead letter."""
 
     class Meta:
         model = EventLog

@@ -1,7 +1,7 @@
-"""Fixtures for pytest, found by its entry point in every project that installs the bus.
+"""Fixtures for pytest. An entry point loads them in every project that installs the package.
 
-Pytest imports this before Django is set up, and in projects without Django: only fixtures that a
-test asks for may import more.
+Pytest imports this module before Django is set up, and also in projects without Django. So this
+module imports no Django code at the top; each fixture imports what it needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 @pytest.fixture
 def eventbus(db: Any) -> Iterator[ModuleType]:
-    """``django_eventbus.testing``; handlers that the test declares are forgotten when it ends."""
+    """Provide ``django_eventbus.testing``. Handlers of the test are removed after the test."""
     from django_eventbus import testing
 
     with testing.own_handlers():
@@ -24,7 +24,7 @@ def eventbus(db: Any) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def isolated_event_handlers() -> Iterator[None]:
-    """Only handlers that the test declares are there."""
+    """Deactivate all handlers except the handlers that the test registers."""
     from django_eventbus import testing
 
     with testing.isolated_handlers():

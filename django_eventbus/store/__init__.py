@@ -1,25 +1,35 @@
-"""The only code that locks or writes rows: one set of verbs, one class per kind of database."""
+"""The store: the only package that locks or writes rows. Each database vendor has a class."""
 
 from __future__ import annotations
 
 from django.db import connections, router
 
+from django_eventbus.exceptions import UnsupportedDatabaseError
 from django_eventbus.models import QueuedEvent
+from django_eventbus.store.attention import Attention, AttentionQuery
 from django_eventbus.store.base import Store
-from django_eventbus.store.figures import Sample
-from django_eventbus.store.gates import Entry, Report
+from django_eventbus.store.depths import Depth
+from django_eventbus.store.guards import Guard
+from django_eventbus.store.inserting import INSERT_CHUNK
 from django_eventbus.store.mariadb import MariaDBStore
+from django_eventbus.store.outages import through_outage
 from django_eventbus.store.postgresql import PostgreSQLStore
+from django_eventbus.store.quarantine import SetAside, set_aside
+from django_eventbus.store.recovery import Charge
 from django_eventbus.store.rows import (
     CONFLICT_RETRIES,
+    LOWEST_ID,
     Clock,
+    is_outage,
     is_shortage,
-    is_trouble,
-    until_opened,
 )
+from django_eventbus.store.schedules import DEFINITION
+from django_eventbus.store.sessions import name_own_sessions, name_sessions
 from django_eventbus.store.settlements import (
+    UNCOUNTED,
     Completed,
     Finished,
+    HandOff,
     Held,
     NewEvent,
     Postponed,
@@ -28,27 +38,45 @@ from django_eventbus.store.settlements import (
 )
 from django_eventbus.store.sqlite import SQLiteStore
 from django_eventbus.store.triggers import RowTrigger
+from django_eventbus.store.waits import AT_ONCE, SEVERAL, After, HeldBy, Wait, soonest
 
 __all__ = [
+    "AT_ONCE",
     "CONFLICT_RETRIES",
+    "DEFINITION",
+    "INSERT_CHUNK",
+    "LOWEST_ID",
+    "SEVERAL",
+    "UNCOUNTED",
+    "After",
+    "Attention",
+    "AttentionQuery",
+    "Charge",
     "Clock",
     "Completed",
-    "Entry",
+    "Depth",
     "Finished",
+    "Guard",
+    "HandOff",
     "Held",
+    "HeldBy",
     "NewEvent",
     "Postponed",
     "Progressed",
-    "Report",
     "RowTrigger",
-    "Sample",
+    "SetAside",
     "Settlement",
     "Store",
+    "Wait",
     "default_alias",
+    "is_outage",
     "is_shortage",
-    "is_trouble",
+    "name_own_sessions",
+    "name_sessions",
+    "set_aside",
+    "soonest",
     "store_for",
-    "until_opened",
+    "through_outage",
 ]
 
 _STORES: dict[str, type[Store]] = {
@@ -59,11 +87,22 @@ _STORES: dict[str, type[Store]] = {
 
 
 def store_for(using: str | None = None, *, clock: Clock | None = None) -> Store:
-    """The store that fits the database behind the alias. Cheap; has no state worth keeping."""
+    """Return the store of a database alias. The call is cheap, so callers need not keep the store.
+
+    Raises UnsupportedDatabaseError if there is no store class for the vendor of the database.
+    """
     alias = using or default_alias()
-    return _STORES.get(connections[alias].vendor, Store)(alias, clock=clock)
+    vendor = connections[alias].vendor
+    try:
+        store = _STORES[vendor]
+    except KeyError:
+        raise UnsupportedDatabaseError(
+            f"The database {alias!r} is of the vendor {vendor!r}, which is not supported. "
+            f"Supported vendors: {', '.join(sorted(_STORES))}."
+        ) from None
+    return store(alias, clock=clock)
 
 
 def default_alias() -> str:
-    """Where events go when nothing says otherwise."""
+    """Return the alias of the database that events are written to by default."""
     return router.db_for_write(QueuedEvent)

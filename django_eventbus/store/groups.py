@@ -1,4 +1,4 @@
-"""Dead letters by what killed them, without reading them all."""
+"""Groups of dead letters that have the same error. No query reads all dead letters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from django_eventbus.store.rows import Rows
 
 LOG = EventLog._meta.db_table
 
-# The condition stands in every part although it follows from the others: by it a planner knows
-# that the partial index has what is asked for.
+# Every subquery repeats this condition, although its other conditions imply it. The planner uses a
+# partial index only if the query contains the condition of the index.
 DEAD = "namespace = %(namespace)s AND error_fingerprint > ''"
 
-# One step of the index per group, where a GROUP BY would read an entry per dead letter.
+# This query needs a few index lookups per group. A GROUP BY would read one index entry per dead
+# letter.
 _GROUPS = f"""
 WITH RECURSIVE step (fingerprint) AS (
     SELECT MIN(error_fingerprint) FROM {LOG} WHERE {DEAD}
@@ -27,12 +28,14 @@ WITH RECURSIVE step (fingerprint) AS (
 )
 SELECT fingerprint,
     (SELECT MIN(finished_at) FROM {LOG} WHERE {DEAD} AND error_fingerprint = fingerprint),
+    (SELECT MIN(first_dead_at) FROM {LOG} WHERE {DEAD} AND error_fingerprint = fingerprint
+     AND first_dead_at IS NOT NULL AND first_dead_of = fingerprint),
     (SELECT MAX(finished_at) FROM {LOG} WHERE {DEAD} AND error_fingerprint = fingerprint),
     (SELECT id FROM {LOG} WHERE {DEAD} AND error_fingerprint = fingerprint
      ORDER BY finished_at DESC LIMIT 1)
 FROM step WHERE fingerprint IS NOT NULL LIMIT %(at_most)s"""
 
-# Asks for nothing that is not in the index.
+# This query reads only the index, not the table.
 _COUNT = f"""
 SELECT %s, COUNT(*) FROM (
     SELECT 1 FROM {LOG}
@@ -44,12 +47,12 @@ class GroupFound(NamedTuple):
     fingerprint: str
     first_at: datetime
     last_at: datetime
-    #: The row of the one that died last.
+    #: The row id of the latest dead letter of the group.
     latest_id: int
 
 
 class Groups(Rows):
-    """What dead letters have in common is the fingerprint of their error."""
+    """Groups of dead letters that have the same error fingerprint."""
 
     def dead_groups(self, *, at_most: int) -> list[GroupFound]:
         params = {"namespace": settings.NAMESPACE, "at_most": at_most}
@@ -57,12 +60,14 @@ class Groups(Rows):
             cursor.execute(_GROUPS, params)
             moment = self._to_datetime
             return [
-                GroupFound(fingerprint, moment(first), moment(last), latest)
-                for fingerprint, first, last, latest in cursor.fetchall()
+                GroupFound(
+                    fingerprint, min(moment(first), moment(earlier or first)), moment(last), latest
+                )
+                for fingerprint, first, earlier, last, latest in cursor.fetchall()
             ]
 
     def count_dead(self, fingerprints: Sequence[str], *, at_most: int) -> dict[str, int]:
-        """How many dead letters each has, in one statement; counting stops at ``at_most``."""
+        """Return the number of dead letters per fingerprint; counting stops at ``at_most``."""
         if not fingerprints:
             return {}
         params = [

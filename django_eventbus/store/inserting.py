@@ -1,4 +1,4 @@
-"""Putting events in: once, in order, within limits, and in the caller's transaction."""
+"""Insert events in the caller's transaction: without duplicates, in order, within limits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from django.db import transaction
 from django.db.models import Q, QuerySet
 
 from django_eventbus.conf import settings
-from django_eventbus.models import EventLog, EventMark, QueuedEvent, QueuedStatus
-from django_eventbus.store.marks import PUBLISHED, Marks
+from django_eventbus.models import EventLog, IdempotencyKey, QueuedEvent, QueuedStatus
+from django_eventbus.store.idempotency_keys import PUBLISHED, IdempotencyKeys
 from django_eventbus.store.settlements import NewEvent
 
 INSERT_CHUNK = 1000
@@ -29,15 +29,15 @@ _SHARED_COLUMNS = (
 )
 
 
-class Inserting(Marks):
-    """What publishers ask of the store."""
+class Inserting(IdempotencyKeys):
+    """The statements that publishers run."""
 
     def insert(self, event: QueuedEvent) -> None:
-        """One INSERT, no savepoint."""
+        """Insert one event. No savepoint is created."""
         event.save(force_insert=True, using=self.using)
 
     def insert_many(self, common: QueuedEvent, items: Sequence[NewEvent]) -> None:
-        """Events that differ only in what ``NewEvent`` says."""
+        """Insert events that differ only in the fields of ``NewEvent``."""
         shared = {name: getattr(common, name) for name in _SHARED_COLUMNS}
         rows = [QueuedEvent(**item._asdict(), **shared) for item in items]
         QueuedEvent.objects.using(self.using).bulk_create(rows, batch_size=INSERT_CHUNK)
@@ -45,30 +45,33 @@ class Inserting(Marks):
     def insert_once(
         self, event: QueuedEvent, *, window: timedelta | None = None
     ) -> QueuedEvent | None:
-        """Insert unless the event id or dedup key is known; then return the event that stands.
+        """Insert an event and return None; for a duplicate, return the existing event.
 
-        The dedup key is known while its event is queued, and for the window. An event that has
-        already ended is returned as it was given, without a row id.
+        A duplicate has the id or the dedup key of an existing event. A dedup key is in use while
+        its event is queued, and also for the time of ``window``. If the existing event has ended,
+        ``event`` itself is returned, without a row id.
         """
         if window is None:
             return self._insert_once(event)
         key, event_id = str(event.dedup_key), event.event_id
         with self.atomic():
-            mark = self.take_mark(PUBLISHED, key, event_id=event_id, keep=window)
-            known = self._insert_once(event) if mark is None else self._marked(mark, event)
+            existing = self.add_key(PUBLISHED, key, event_id=event_id, keep=window)
+            known = self._insert_once(event) if existing is None else self._owner(existing, event)
             if known is not None:
-                transaction.set_rollback(True, using=self.using)  # no new window for a duplicate
+                # Undo add_key(): a duplicate must not start a new deduplication window.
+                transaction.set_rollback(True, using=self.using)
         return known
 
     def _insert_once(self, event: QueuedEvent) -> QueuedEvent | None:
         rows = QueuedEvent.objects.using(self.using)
-        # A mark of this very insert, to tell our row from one that was there before.
-        event.claim_token = mark = uuid.uuid4()
+        # The token distinguishes our row from an existing row.
+        event.claim_token = token = uuid.uuid4()
         with self.atomic():
             rows.bulk_create([event], ignore_conflicts=True)
-            inserted = rows.filter(event_id=event.event_id, claim_token=mark)
+            inserted = rows.filter(event_id=event.event_id, claim_token=token)
+            # The insert may have waited for the settlement of the same event, so the log is read
+            # after the insert.
             if self._has_ended(event):
-                # Asked after the insert: one that waited for a settle to commit sees its log.
                 inserted.delete()
                 event.pk = event.claim_token = None
                 return event
@@ -81,13 +84,13 @@ class Inserting(Marks):
             return self._same_as(event).first() or event
 
     def known(self, event: QueuedEvent, *, window: timedelta | None = None) -> QueuedEvent | None:
-        """What ``insert_once`` would return, but nothing is inserted."""
+        """Return what ``insert_once`` would return, but insert nothing."""
         if known := self._same_as(event).first():
             return known
         if self._has_ended(event):
             return event
-        mark = self.standing_mark(PUBLISHED, str(event.dedup_key)) if window else None
-        return self._marked(mark, event) if mark else None
+        existing = self.find_key(PUBLISHED, str(event.dedup_key)) if window else None
+        return self._owner(existing, event) if existing else None
 
     def _same_as(self, event: QueuedEvent) -> QuerySet[QueuedEvent]:
         same = Q(event_id=event.event_id)
@@ -98,26 +101,30 @@ class Inserting(Marks):
     def _has_ended(self, event: QueuedEvent) -> bool:
         return EventLog.objects.using(self.using).filter(event_id=event.event_id).exists()
 
-    def _marked(self, mark: EventMark, event: QueuedEvent) -> QueuedEvent:
-        """The event that made the mark; if it has ended, the given one with its id."""
-        queued = QueuedEvent.objects.using(self.using).filter(event_id=mark.event_id).first()
-        event.event_id = mark.event_id
+    def _owner(self, key: IdempotencyKey, event: QueuedEvent) -> QueuedEvent:
+        """Return the event that stored the key.
+
+        If that event has ended, return ``event`` with the id of that event.
+        """
+        queued = QueuedEvent.objects.using(self.using).filter(event_id=key.event_id).first()
+        event.event_id = key.event_id
         return queued or event
 
     # -- limits
 
-    def counted(self, scope: str, *, at_most: int) -> int:
-        """How many events count for a limit; counting stops at ``at_most``."""
-        return self._counted_as(scope).values("id")[:at_most].count()
+    def count_limited(self, scope: str, *, at_most: int) -> int:
+        """Count the events in the scope of a limit; counting stops at ``at_most``."""
+        return self._limited(scope).values("id")[:at_most].count()
 
     def coalesce(self, new: QueuedEvent) -> QueuedEvent | None:
-        """Let the oldest waiting event of this queue, type and key carry what ``new`` says.
+        """Replace the content of the oldest waiting event of this queue, type and key.
 
-        Waits for nobody, so that publishers and claims cannot deadlock: what another transaction
-        holds is passed over. None if nothing is left; also an event that some handler has done
-        with is not taken, because that handler would never see what is new.
+        Events that another transaction has locked are skipped, so publishers and claims cannot
+        deadlock. Events for which a handler has already run are skipped, because a handler that is
+        done would never receive the new content. Return the changed event, or None if no event
+        could be changed.
         """
-        alike = self._counted_as(str(new.counted_as)).filter(
+        alike = self._limited(str(new.counted_as)).filter(
             queue=new.queue,
             type=new.type,
             key=new.key,
@@ -126,31 +133,36 @@ class Inserting(Marks):
             available_at__isnull=new.available_at is None,
         )
         with transaction.atomic(using=self.using, savepoint=False):
-            oldest = self.locked(alike).first()
+            oldest = self.first_unlocked(alike)
             if oldest is None:
                 return None
             oldest.version, oldest.payload, oldest.headers = new.version, new.payload, new.headers
-            said = {"version": new.version, "payload": new.payload, "headers": new.headers}
+            content = {"version": new.version, "payload": new.payload, "headers": new.headers}
             waiting = self.queued.filter(pk=oldest.pk, status=QueuedStatus.PENDING)
-            return oldest if waiting.update(**said) else None
+            return oldest if waiting.update(**content) else None
 
-    def _counted_as(self, scope: str) -> QuerySet[QueuedEvent]:
-        # A range and an order that only the index eventbus_counted has: for an equality and a
-        # LIMIT, statistics of another day let PostgreSQL walk the whole queue for the first few.
+    def first_unlocked(self, events: QuerySet[QueuedEvent]) -> QueuedEvent | None:
+        """Lock the first of these events that no other transaction has locked."""
+        first: QueuedEvent | None = self.locked(events).first()
+        return first
+
+    def _limited(self, scope: str) -> QuerySet[QueuedEvent]:
+        # This range and order can only use the index eventbus_counted. With an equality condition
+        # and a LIMIT, PostgreSQL may scan the whole queue if its statistics are outdated.
         within = self.queued.filter(counted_as__gte=scope, counted_as__lte=scope)
         return within.order_by("counted_as", "id")
 
     @contextmanager
     def one_publisher_at_a_time(self, queue: str, keys: Collection[str]) -> Iterator[None]:
-        """Ids of a key are drawn in the order of commits: who is second waits for the first's end.
+        """Serialize the publishers of a key, so that row ids have the order of the commits.
 
-        Several keys are taken in one order by everybody. A database with one writer does all
-        this by itself.
+        Every publisher locks its keys in the same order, which avoids deadlocks. SQLite allows only
+        one writer at a time, so its store takes no such lock.
         """
         with self.atomic():
             for key in sorted(keys):
-                self._wait_for_turn(f"{settings.NAMESPACE}/{queue}/{key}")
+                self._lock_name(f"{settings.NAMESPACE}/{queue}/{key}")
             yield
 
-    def _wait_for_turn(self, name: str) -> None:
-        """Hold a lock of this name until the transaction ends."""
+    def _lock_name(self, name: str) -> None:
+        """Lock this name until the end of the transaction."""

@@ -1,27 +1,36 @@
-"""The log: how an event gets there, how a dead letter comes back, how both are forgotten."""
+"""The log: move events into it, retry dead letters, delete old rows."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any
 
-from django.db.models import Case, DateTimeField, Model, QuerySet, TextField, Value, When
+from django.db.models import Case, DateTimeField, F, Model, QuerySet, TextField, Value, When
 from django.db.models.expressions import Combinable
 
 from django_eventbus.models import EventFields, EventLog, QueuedEvent, QueuedStatus
+from django_eventbus.store.history import LIFE_COLUMNS, carried_over, history_of, retry_of
 from django_eventbus.store.lanes import Lanes
 from django_eventbus.store.rows import retried
 
 MOVED_COLUMNS = tuple(field.attname for field in EventFields._meta.local_fields)
+LOG = EventLog._meta.db_table
+_FIELDS = {field.name: field for field in EventLog._meta.concrete_fields}
+
+_END_LIFE = f"UPDATE {LOG} SET deliveries = %s, errors = %s, history = %s WHERE id = %s"
 
 
 class Log(Lanes):
-    """Moves between the two tables; a lane that a dead letter holds up hears of it."""
+    """Move rows between queue and log, and unblock lanes."""
 
     def _copy(
         self, source: QuerySet[Any], target: type[Model], values: dict[str, Combinable]
     ) -> int:
-        """INSERT … SELECT: the moved columns as they are, the others from expressions."""
+        """Copy rows to another table with INSERT … SELECT; return how many.
+
+        The columns in ``values`` are computed by its expressions. All other columns are copied.
+        """
         names = ["id", *(name for name in MOVED_COLUMNS if name not in values)]
         columns = [*names, *values]
         chosen = source.annotate(**{f"new_{name}": value for name, value in values.items()})
@@ -36,6 +45,15 @@ class Log(Lanes):
             )
             return int(cursor.rowcount)
 
+    def page_of_dead(self, rows: QuerySet[Any], *, limit: int) -> list[tuple[int, datetime]]:
+        """Return (id, finished_at) of the first dead letters, in the order of their index.
+
+        In any other order, the query for each page would read all dead letters.
+        """
+        ordered = rows.order_by("namespace", "finished_at", "id")
+        with self.reading_by_index():
+            return list(ordered.values_list("id", "finished_at")[:limit])
+
     @retried
     def revive(
         self,
@@ -44,54 +62,64 @@ class Log(Lanes):
         delay: float | None = None,
         every: float = 0.0,
         handler: str | None = None,
+        by: str = "",
+        edited: bool = False,
     ) -> int:
-        """Move dead letters back into the queue as if new; handlers that were done stay done.
+        """Move dead letters back into the queue with zero attempts; return how many.
 
-        The first is ready after ``delay``, each of the others ``every`` seconds after the one
-        before. With a ``handler`` it is owed to that one alone: the others that died stay dead.
+        The first event is ready after ``delay`` seconds, and each next event ``every`` seconds
+        after the previous event. Handlers that were done stay done. If ``handler`` is given, only
+        this handler runs again. ``history`` keeps the earlier attempts and errors, the name of the
+        operator (``by``), and whether the payload was changed (``edited``).
         """
         with self.atomic():
             dead = self.dead.filter(id__in=list(ids)).order_by("id")
-            rows = list(self.locked(dead).values_list("id", "event_id", "deliveries"))
-            if not rows:
+            letters = list(self.locked(dead).only(*LIFE_COLUMNS))
+            if not letters:
                 return 0
-            ids = [row_id for row_id, *_ in rows]
+            ids = [letter.pk for letter in letters]
             moved = self.dead.filter(id__in=ids)
-            delays = [(delay or 0.0) + number * every for number in range(len(rows))]
+            delays = [(delay or 0.0) + number * every for number in range(len(letters))]
             fresh: dict[str, Any] = {
                 "attempts": Value(0),
                 "crashes": Value(0),
+                "interruptions": Value(0),
                 "claimed_by": Value(None, output_field=TextField()),
                 "processing_started_at": Value(None, output_field=DateTimeField()),
                 "status": Value(QueuedStatus.PENDING.value),
                 "available_at": self._ready_after(ids, delays),
                 "due_at": self._ready_after(ids, delays) if any(delays) else self.now,
+                "first_dead_at": _FIRST_DEAD_AT,
+                "first_dead_of": F("error_fingerprint"),
             }
-            if handler is None:
-                self._keep_what_is_done({row_id: states for row_id, _, states in rows})
-                fresh["errors"] = Value(None, output_field=TextField())
-            else:
-                self._forget_failures_of(handler, moved)
+            self._end_lives(letters, retry_of(handler, by, edited, at=self.read_clock()))
             revived = self._copy(moved, QueuedEvent, fresh)
             moved.delete()
-            event_ids = (event_id for _, event_id, _ in rows)
+            event_ids = (letter.event_id for letter in letters)
             self.resume_lanes(dict(zip(event_ids, delays, strict=True)))
         return revived
 
-    def _keep_what_is_done(self, deliveries: dict[int, Any]) -> None:
-        partly = {row_id: done for row_id, states in deliveries.items() if (done := _done(states))}
-        for row_id, done in partly.items():
-            self.dead.filter(id=row_id).update(deliveries=done)
-        others = [row_id for row_id in deliveries if row_id not in partly]
-        self.dead.filter(id__in=others).update(deliveries=None)
+    def _end_lives(self, letters: Sequence[EventLog], retry: dict[str, Any]) -> None:
+        """Write the history of dead letters, and the deliveries and errors that a retry keeps.
 
-    def _forget_failures_of(self, handler: str, letters: QuerySet[EventLog]) -> None:
-        for letter in letters.only("deliveries", "errors"):
-            kept = dict(letter.deliveries or {})
-            if handler not in _done(kept):
-                kept.pop(handler, None)
-            errors = [each for each in letter.errors or [] if each["handler"] in kept]
-            self.dead.filter(id=letter.pk).update(deliveries=kept or None, errors=errors or None)
+        This method does not use the ORM, which is slow for the many thousands of dead letters that
+        one retry may include.
+        """
+        rows = []
+        for letter in letters:
+            deliveries, errors = carried_over(letter, retry["retried_handler"])
+            values = {
+                "deliveries": deliveries or None,
+                "errors": errors or None,
+                "history": history_of(letter, errors, retry),
+                "id": letter.pk,
+            }
+            rows.append([self._prepared_for_log(name, value) for name, value in values.items()])
+        with self.connection.cursor() as cursor:
+            cursor.executemany(_END_LIFE, rows)
+
+    def _prepared_for_log(self, column: str, value: Any) -> Any:
+        return _FIELDS[column].get_db_prep_save(value, self.connection)
 
     def _ready_after(self, ids: Sequence[int], delays: Sequence[float]) -> Any:
         if len(set(delays)) == 1:
@@ -101,7 +129,7 @@ class Log(Lanes):
 
     @retried
     def edit(self, row_id: int, payload: Any, *, by: str) -> bool:
-        """Give a dead letter another payload and revive it; the one it had is kept beside it."""
+        """Replace the payload of a dead letter and retry it; ``edits`` keeps the old payload."""
         with self.atomic():
             letter = self.waiting_lock(self.dead.filter(id=row_id)).first()
             if letter is None:
@@ -110,11 +138,11 @@ class Log(Lanes):
             replaced = {"at": now, "by": by, "payload": letter.payload}
             edits = [*(letter.edits or []), replaced]
             self.dead.filter(id=row_id).update(payload=payload, edits=edits)
-            return self.revive([row_id]) == 1
+            return self.revive([row_id], by=by, edited=True) == 1
 
     @retried
     def purge(self, rows: QuerySet[EventLog], *, limit: int = 1000) -> int:
-        """Delete up to ``limit`` rows of a query on the log, oldest first."""
+        """Delete up to ``limit`` rows of a query on the log, oldest first; return how many."""
         with self.atomic():
             found = self.locked(rows.order_by("finished_at")).values_list("id", "key", "event_id")
             gone = list(found[:limit])
@@ -124,5 +152,7 @@ class Log(Lanes):
         return deleted
 
 
-def _done(states: dict[str, Any] | None) -> dict[str, Any]:
-    return {name: state for name, state in (states or {}).items() if state["state"] == "done"}
+#: The time at which the event first became a dead letter with its current error.
+_FIRST_DEAD_AT = Case(
+    When(first_dead_of=F("error_fingerprint"), then=F("first_dead_at")), default=F("finished_at")
+)

@@ -1,26 +1,50 @@
-"""Who is alive, and what becomes of the events of those who are not.
+"""Registrations of workers, and recovery of the events of dead workers.
 
-Claims are good as long as their worker is. Workers renew their own row, never the events'.
+A claim is valid as long as its worker is registered. Each worker renews its registration, not the
+rows of its events.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from datetime import UTC, datetime
+from enum import Enum
 from typing import Any
 
-from django.db.models import F, Q
+from django.db.models import F, Q, QuerySet
 
 from django_eventbus.conf import settings
-from django_eventbus.failpoints import reached
+from django_eventbus.errors.failpoints import reached
+from django_eventbus.errors.failures import with_record
 from django_eventbus.models import EventWorker, QueuedStatus
-from django_eventbus.store.rows import NEVER, UNCLAIMED, Rows, retried, unless_blocked
+from django_eventbus.store.lanes import Lanes
+from django_eventbus.store.rows import UNCLAIMED, retried
+from django_eventbus.store.waits import AT_ONCE
 
 WORKERS_PER_RECOVERY = 10
+#: The expiry of a registration that is never renewed, such as the registration of a test.
+NEVER = datetime(9000, 1, 1, tzinfo=UTC)
 
 
-class Recovery(Rows):
-    """Every worker does it, on every poll: no leader, no reaper."""
+class Charge(Enum):
+    """The counter that is incremented when a claim ends without a result.
+
+    It is incremented only for blamed events: events whose handler was, or may have been, running.
+    """
+
+    CRASH = "crashes"
+    INTERRUPTION = "interruptions"
+    #: No counter changes, for example because the worker was stopped on request. Blamed events
+    #: still get a record of the error.
+    NOTHING = ""
+
+    def counted(self) -> dict[str, Any]:
+        return {self.value: F(self.value) + 1} if self.value else {}
+
+
+class Recovery(Lanes):
+    """Every worker does recovery, as part of its upkeep. There is no leader."""
 
     def register(self, worker: EventWorker, *, expires: bool = True) -> None:
         worker.namespace = settings.NAMESPACE
@@ -31,8 +55,25 @@ class Recovery(Rows):
     def note_pid(self, worker: EventWorker) -> None:
         self.workers.filter(pk=worker.pk).update(pid=worker.pid)
 
+    def note_handlers(
+        self, worker_id: uuid.UUID, handlers: dict[str, list[str]], digest: str
+    ) -> None:
+        """Store the handlers of a worker, for other workers to read."""
+        self.workers.filter(pk=worker_id).update(handlers=handlers, handlers_digest=digest)
+
+    def handlers_of_others(self, worker_id: uuid.UUID, *, own: str) -> list[tuple[str, list[str]]]:
+        """Return (digest of handlers, queues) of live workers whose digest differs from ``own``."""
+        others = self.workers.filter(expires_at__gt=self.now).exclude(pk=worker_id)
+        rows = others.exclude(handlers_digest__in=("", own))
+        return list(rows.values_list("handlers_digest", "queues"))
+
+    def handlers_by_digest(self, digests: Collection[str]) -> dict[str, dict[str, list[str]]]:
+        rows = self.workers.filter(handlers_digest__in=list(digests))
+        found = rows.values_list("handlers_digest", "handlers")
+        return {digest: handlers or {} for digest, handlers in found}
+
     def renew(self, worker_ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
-        """Prolong the claims of these workers; return those that are still registered."""
+        """Renew the registrations of these workers; return the ids that are still registered."""
         mine = self.workers.filter(pk__in=list(worker_ids))
         renewed = mine.update(renewed_at=self.now, expires_at=self.after(settings.ABANDON_AFTER))
         reached("renew.sent")
@@ -41,15 +82,15 @@ class Recovery(Rows):
         return set()
 
     def dismiss(self, worker_id: uuid.UUID) -> int:
-        """A worker has ended by itself: what it still held, if anything, returns uncharged."""
-        return self.recover_worker(worker_id, blamed=(), error={}, crashed=False)
+        """Unregister a worker that ended normally; release its claims without a charge."""
+        return self.recover_worker(worker_id, blamed=(), error={}, charge=Charge.NOTHING)
 
     def unregister(self, worker_id: uuid.UUID) -> None:
-        """Forget a worker that holds nothing any more."""
+        """Delete the registration of a worker that has no claims any more."""
         self.workers.filter(pk=worker_id).delete()
 
     def claims_of(self, worker_id: uuid.UUID) -> set[uuid.UUID]:
-        """Tokens under which this worker holds events or lanes: a look at the whole queue."""
+        """Return the tokens of all claims of this worker. The query scans the whole queue."""
         held = (rows.filter(claimed_by=worker_id) for rows in (self.queued, self.lanes))
         tokens = (rows.values_list("claim_token", flat=True) for rows in held)
         return {token for each in tokens for token in each if token is not None}
@@ -59,40 +100,45 @@ class Recovery(Rows):
         return set(found or ())
 
     def suspect(self, worker_id: uuid.UUID, row_ids: Sequence[int]) -> None:
-        """Write down which events a worker runs that may kill it: only they are to blame then."""
+        """Store the row ids of the suspects that a worker runs (see ``delivery.suspects``).
+
+        If the worker dies, these events are charged.
+        """
         self.workers.filter(pk=worker_id).update(suspects=list(row_ids))
 
     @retried
     def recover(self) -> int:
-        """Give the events of dead workers to the living. Every worker does it on every poll."""
+        """Release the events of workers whose registration has expired; return how many.
+
+        Workers call this at most once a second, and only if ``attention`` found an expired
+        registration.
+        """
         expired = self.workers.filter(expires_at__lt=self.now)
         if not expired.exists():
             return 0
         recovered = 0
         with self.atomic():
             for worker in list(self.locked(expired)[:WORKERS_PER_RECOVERY]):
-                held = self.queued.filter(claimed_by=worker.pk)
-                # A suspect runs under its name or not at all: unnamed, it did not do it.
-                unknown = held.filter(crashes=0).values_list("id", flat=True)
-                recovered += self._take_back(
+                recovered += self._release_claims(
                     Q(claimed_by=worker.pk),
-                    blamed=set(worker.suspects or unknown),
-                    error=_lost(f"worker {worker} ({worker.pk}) gave no sign of life"),
+                    blamed=set(worker.suspects),
+                    error=_lost(f"worker {worker} ({worker.pk}) did not renew its registration"),
                 )
-                if not held.exists():
-                    # Else somebody holds a lock on one of its rows: it is looked at again.
+                # A row that another transaction had locked was skipped, so it is still claimed. The
+                # registration then stays, so that the next recovery finds the row.
+                if not self.queued.filter(claimed_by=worker.pk).exists():
                     worker.delete(using=self.using)
         return recovered
 
     def recover_orphans(self) -> int:
-        """The same for events whose worker's registration is gone: a look at the whole queue."""
+        """Release events whose worker is not registered. The query scans the whole queue."""
         registered = EventWorker.objects.using(self.using).values("pk")
         orphaned = Q(claimed_by__isnull=False) & ~Q(claimed_by__in=registered)
         if not (self.queued.filter(orphaned).exists() or self.lanes.filter(orphaned).exists()):
             return 0
         with self.atomic():
-            return self._take_back(
-                orphaned, blamed=None, error=_lost("the registration of its worker is gone")
+            return self._release_claims(
+                orphaned, blamed=(), error=_lost("the worker is not registered any more")
             )
 
     @retried
@@ -102,73 +148,87 @@ class Recovery(Rows):
         *,
         blamed: Collection[int],
         error: dict[str, Any],
-        crashed: bool = True,
+        charge: Charge = Charge.CRASH,
     ) -> int:
-        """A worker is known to have ended: blame what it was running, return the rest uncharged."""
+        """Release the claims of a worker that has ended; return how many events.
+
+        Only the events in ``blamed``, which the worker was running, are charged. If ``blamed`` is
+        empty, ``_release_claims`` decides which events are charged.
+        """
         held = self.queued.filter(claimed_by=worker_id)
         with self.atomic():
-            recovered = self._take_back(
-                Q(claimed_by=worker_id), blamed=set(blamed), error=error, crashed=crashed
+            recovered = self._release_claims(
+                Q(claimed_by=worker_id), blamed=blamed, error=error, charge=charge
             )
+            # A row that another transaction had locked was skipped, so it is still claimed. The
+            # registration then stays, so that recover() finds the row later.
             if not held.exists():
-                # Else somebody holds a lock on one of its rows: its time will be over.
                 self.workers.filter(pk=worker_id).delete()
         return recovered
 
     @retried
-    def recover_claim(
-        self, token: uuid.UUID, *, error: dict[str, Any], ids: Collection[int] | None = None
-    ) -> int:
-        """Take back what is still held under one claim (or some of it), and blame all of it."""
-        held = Q(claim_token=token)
+    def interrupt_claim(self, token: uuid.UUID, *, error: dict[str, Any]) -> int:
+        """Release the remaining events of a claim after an error of the batch, not of one event.
+
+        This waits for locked rows, because no later release would find a row that is skipped.
+        """
         with self.atomic():
-            if ids is None:
-                return self._take_back(held, blamed=None, error=error)
-            return self._take_back_rows(held & Q(id__in=list(ids)), blamed=None, error=error)
-
-    def _take_back(
-        self,
-        whose: Q,
-        *,
-        blamed: set[int] | None,
-        error: dict[str, Any],
-        crashed: bool = True,
-    ) -> int:
-        """Unclaim rows and lanes."""
-        taken = self._take_back_rows(whose, blamed=blamed, error=error, crashed=crashed)
-        self.lanes.filter(whose).update(
-            claim_token=None, claimed_by=None, ready_at=unless_blocked(self.now)
-        )
-        return taken
-
-    def _take_back_rows(
-        self,
-        whose: Q,
-        *,
-        blamed: set[int] | None,
-        error: dict[str, Any],
-        crashed: bool = True,
-    ) -> int:
-        """``blamed`` rows (None: all) are charged and get the error, the others are as before."""
-        held = self.queued.filter(whose, status=QueuedStatus.PROCESSING)
-        rows = list(self.locked(held).values_list("id", "claim_token", "attempts", "errors"))
-        innocent = [row_id for row_id, *_ in rows if blamed is not None and row_id not in blamed]
-        self.queued.filter(whose, id__in=innocent).update(**UNCLAIMED, attempts=F("attempts") - 1)
-        for row_id, token, attempt, errors in rows:
-            if blamed is None or row_id in blamed:
-                record = {**error, "attempt": attempt, "at": self.read_clock().isoformat()}
-                self.queued.filter(id=row_id, claim_token=token).update(
-                    **UNCLAIMED,
-                    crashes=F("crashes") + int(crashed),
-                    errors=[*(errors or []), record],
-                )
-        return len(rows)
+            return self._release_claims(
+                Q(claim_token=token), blamed=(), error=error, lock=self.waiting_lock
+            )
 
     @retried
     def release_claim(self, token: uuid.UUID) -> int:
-        """Take back, uncharged, a claim whose answer was lost: nobody knows of its events."""
+        """Release the remaining events of a claim uncharged. Locked events stay claimed."""
         with self.atomic():
-            return self._take_back(Q(claim_token=token), blamed=set(), error={})
+            return self._release_claims(
+                Q(claim_token=token), blamed=(), error={}, charge=Charge.NOTHING
+            )
+
+    def is_released(self, token: uuid.UUID) -> bool:
+        """Return whether no event is claimed under this token. The query scans the whole queue."""
+        return not self.queued.filter(claim_token=token).exists()
+
+    def _release_claims(
+        self,
+        condition: Q,
+        *,
+        blamed: Collection[int],
+        error: dict[str, Any],
+        charge: Charge = Charge.CRASH,
+        lock: Callable[[QuerySet[Any]], QuerySet[Any]] | None = None,
+    ) -> int:
+        """Release rows and lanes, and charge ``blamed``, the events whose handler was running.
+
+        If no event is blamed, any event of the claim may have been running. So each event that is
+        not yet a suspect is charged with an interruption and becomes a suspect. From then on, the
+        event runs alone, and the worker records its id before it runs, so that the next crash can
+        be attributed. Events that were suspects before are not charged: the worker had not recorded
+        their ids, so they were not running.
+        """
+        held = self.queued.filter(condition, status=QueuedStatus.PROCESSING)
+        if charge is not Charge.NOTHING and not blamed:
+            charge = Charge.INTERRUPTION
+            blamed = set(held.filter(crashes=0, interruptions=0).values_list("id", flat=True))
+        # Events and lanes are read before they are locked. The columns of the condition have no
+        # index, so a locking read on MariaDB would lock every row of the table.
+        known = held.filter(id__in=list(held.values_list("id", flat=True))).order_by("id")
+        rows = list(
+            (lock or self.locked)(known).values_list("id", "claim_token", "attempts", "errors")
+        )
+        others = [row_id for row_id, *_ in rows if row_id not in blamed]
+        self.queued.filter(condition, id__in=others).update(**UNCLAIMED, attempts=F("attempts") - 1)
+        for row_id, token, attempt, errors in rows:
+            if row_id in blamed:
+                record = {**error, "attempt": attempt, "at": self.read_clock().isoformat()}
+                self.queued.filter(id=row_id, claim_token=token).update(
+                    **UNCLAIMED, **charge.counted(), errors=with_record(errors, record)
+                )
+        lanes = list(self.lanes.filter(condition).values_list("id", flat=True))
+        self.lanes.filter(condition, id__in=lanes).update(
+            claim_token=None, claimed_by=None, **self.lane_ready_after(AT_ONCE)
+        )
+        return len(rows)
 
 
 def _lost(message: str) -> dict[str, Any]:

@@ -1,39 +1,42 @@
-"""The ground the store stands on: the tables of one alias, their locks, and the clock."""
+"""The base of the store: the tables of one alias, their locks, and the clock."""
 
 from __future__ import annotations
 
 import random
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime, timedelta
 from functools import wraps
 from typing import Any, ClassVar, TypeVar, cast
 
 from django.db import InterfaceError, OperationalError, connections, transaction
-from django.db.models import Case, DateTimeField, F, Q, QuerySet, Value, When
+from django.db.models import DateTimeField, Q, QuerySet, Value
 from django.db.models.expressions import Combinable
 from django.db.models.functions import Left
 from django.db.models.lookups import Exact
 
-from django_eventbus.clock import DatabaseNow
 from django_eventbus.conf import settings
 from django_eventbus.models import (
-    EventGate,
     EventLane,
     EventLog,
-    EventMark,
     EventWorker,
+    FlowControl,
+    IdempotencyKey,
     LogStatus,
     QueuedEvent,
     QueuedStatus,
 )
+from django_eventbus.schema.clock import DatabaseNow
 
 Clock = Callable[[], datetime]
 
 CONFLICT_RETRIES = 10
+#: Lower than every row id. Row ids may be negative: ``store.quarantine`` assigns such ids.
+LOWEST_ID = -(2**63)
 CONFLICT_WAIT = 0.05
 
-#: A row that nobody holds.
+#: The columns of a row that no worker has claimed.
 UNCLAIMED: dict[str, Any] = {
     "status": QueuedStatus.PENDING,
     "claim_token": None,
@@ -41,41 +44,12 @@ UNCLAIMED: dict[str, Any] = {
     "processing_started_at": None,
 }
 
-#: When a lane is ready that only a person can open.
-NEVER = datetime(9000, 1, 1, tzinfo=UTC)
-
-
-def unless_blocked(moment: Any) -> Case:
-    """For a lane's ``ready_at``."""
-    return Case(When(blocked_by__isnull=True, then=moment), default=F("ready_at"))
-
-
-#: After all moments that a publisher may name. What waits for a gate to open waits here, each gate
-#: a second of its own: an index finds what one of them holds up, and no claim comes across it.
-PARKED = datetime(3000, 1, 1, tzinfo=UTC)
-_UNTIL_OPENED = 1e12
-
-
-def until_opened(gate_id: int) -> float:
-    """A delay longer than any other: as long as this gate is shut."""
-    return _UNTIL_OPENED + gate_id
-
-
-def parked_at(gate_id: int) -> datetime:
-    return PARKED + timedelta(seconds=gate_id)
-
-
-def parked_for(delay: float) -> datetime | None:
-    """Where what is so delayed is parked; None for a delay that simply passes."""
-    return parked_at(int(delay - _UNTIL_OPENED)) if delay >= _UNTIL_OPENED else None
-
-
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Done = TypeVar("Done")
 
 
 def retried(verb: Verb) -> Verb:
-    """Again after a deadlock or a failed serialization: the loser's transaction is rolled back."""
+    """Retry the method after a deadlock or a serialization failure, which roll back its work."""
 
     @wraps(verb)
     def again(self: Rows, *args: Any, **kwargs: Any) -> Any:
@@ -91,26 +65,48 @@ def retried(verb: Verb) -> Verb:
     return cast(Verb, again)
 
 
-#: A failover leaves a server that only reads: PostgreSQL calls that an internal error.
+#: The sqlstate of a write to a read-only server, for example after a failover. Django raises an
+#: InternalError for it, not an OperationalError.
 READ_ONLY = "25006"
+#: Error codes of MariaDB: a statement is larger than max_allowed_packet of the server or client.
+TOO_LARGE = frozenset({1153, 2020})
 
 
-def is_trouble(error: BaseException) -> bool:
-    """The database is away, or not itself: wait for it, nobody is to blame."""
-    if isinstance(error, OperationalError | InterfaceError):
-        return True
-    return getattr(error.__cause__, "sqlstate", None) == READ_ONLY
+def is_outage(error: BaseException) -> bool:
+    """Return whether the database is unavailable or read-only, so that a retry may succeed."""
+    code = code_of(error)
+    if issubclass(type(error), OperationalError | InterfaceError):
+        return code not in TOO_LARGE
+    return code == READ_ONLY
 
 
 def is_shortage(error: BaseException) -> bool:
-    """The server has run out of something, most likely of disk: no handler is to blame."""
-    return str(getattr(error.__cause__, "sqlstate", "")).startswith("53")
+    """Return whether the server lacks a resource, usually disk space (sqlstate class 53)."""
+    return str(code_of(error)).startswith("53")
+
+
+def code_of(error: BaseException) -> str | int | None:
+    """Return the code of a database error, or None.
+
+    The code is the sqlstate of the driver's error, or else the first argument of ``error``. Both
+    may be missing, because a handler may raise Django's errors with any arguments.
+    """
+    try:
+        codes = (getattr(error.__cause__, "sqlstate", None), *error.args[:1])
+    except Exception:
+        return None
+    return next((each for each in codes if _is_code(each)), None)
+
+
+def _is_code(value: object) -> bool:
+    """Return whether a value is an error number of MariaDB or a sqlstate of five characters."""
+    return type(value) is int or (type(value) is str and len(value) == 5)
 
 
 class Rows:
-    """The tables behind one database alias, as one project sees them."""
+    """The tables of one database alias, filtered by the namespace of the project."""
 
-    #: Codes of errors that mean "somebody else was first, try again".
+    #: Codes of errors after which the same transaction may succeed, such as a deadlock.
     conflicts: ClassVar[frozenset[Any]] = frozenset()
 
     def __init__(self, using: str, *, clock: Clock | None = None) -> None:
@@ -128,8 +124,6 @@ class Rows:
         return Value(self.clock(), output_field=DateTimeField())
 
     def after(self, seconds: float) -> Any:
-        if moment := parked_for(seconds):
-            return Value(moment, output_field=DateTimeField())
         return self.now + Value(timedelta(seconds=seconds))
 
     @property
@@ -141,16 +135,16 @@ class Rows:
         return EventLane.objects.using(self.using).filter(namespace=settings.NAMESPACE)
 
     @property
-    def marks(self) -> QuerySet[EventMark]:
-        return EventMark.objects.using(self.using).filter(namespace=settings.NAMESPACE)
+    def idempotency_keys(self) -> QuerySet[IdempotencyKey]:
+        return IdempotencyKey.objects.using(self.using).filter(namespace=settings.NAMESPACE)
 
     @property
     def workers(self) -> QuerySet[EventWorker]:
         return EventWorker.objects.using(self.using).filter(namespace=settings.NAMESPACE)
 
     @property
-    def gates(self) -> QuerySet[EventGate]:
-        return EventGate.objects.using(self.using).filter(namespace=settings.NAMESPACE)
+    def flow_controls(self) -> QuerySet[FlowControl]:
+        return FlowControl.objects.using(self.using).filter(namespace=settings.NAMESPACE)
 
     @property
     def completed(self) -> QuerySet[EventLog]:
@@ -169,35 +163,44 @@ class Rows:
 
     @retried
     def in_transaction(self, work: Callable[[], Done]) -> Done:
-        """Verbs and what belongs to them, together or not at all. ``work`` may be called again."""
+        """Run ``work`` in one transaction. After a conflict ``work`` is called again."""
         with self.atomic():
             return work()
 
+    def reading_by_index(self, *, may_sort: bool = False) -> AbstractContextManager[None]:
+        """Disable plans that read or sort a whole table.
+
+        The planner may choose such plans if its statistics are outdated. The caller has to fetch
+        the rows inside the block. With ``may_sort``, sorts stay enabled: this is for queries that
+        find few rows by an index and return them in another order.
+        """
+        return nullcontext()
+
     def is_conflict(self, error: BaseException) -> bool:
-        if not isinstance(error, OperationalError):
-            return False
-        code = getattr(error.__cause__, "sqlstate", None) or (error.args and error.args[0])
-        return code in self.conflicts
+        return issubclass(type(error), OperationalError) and code_of(error) in self.conflicts
 
     def starting_with(self, column: str, start: str) -> Q:
-        """Not startswith: SQLite's LIKE takes "Order" and "order" for the same."""
+        """Filter by a prefix. Django's startswith uses LIKE, which ignores case on SQLite."""
         return Q(Exact(Left(column, len(start)), start))
 
     def locked(self, rows: QuerySet[Any]) -> QuerySet[Any]:
-        """Lock rows that nobody else holds, where the database can pass over the others."""
+        """Lock rows. With SKIP LOCKED, rows that other transactions have locked are left out."""
         features = self.connection.features
         if not features.has_select_for_update:
             return rows
         return rows.select_for_update(skip_locked=features.has_select_for_update_skip_locked)
 
     def waiting_lock(self, rows: QuerySet[Any]) -> QuerySet[Any]:
-        """Lock rows, in their order, waiting for those who hold them."""
+        """Lock rows in the order of the query, and wait for transactions that have locked them."""
         has_locks = self.connection.features.has_select_for_update
         return rows.select_for_update() if has_locks else rows
 
     def lock_of_an_update(self, rows: QuerySet[Any]) -> QuerySet[Any]:
-        """Lock rows as an UPDATE that leaves their keys alone will: others may still refer to
-        them. Only inside a transaction, and where there are row locks."""
+        """Lock rows with FOR NO KEY UPDATE, the lock of an UPDATE that changes no key column.
+
+        Other transactions can still insert foreign keys to the rows. Outside a transaction, and on
+        a database without row locks, the rows are not locked.
+        """
         features = self.connection.features
         if not (features.has_select_for_update and self.connection.in_atomic_block):
             return rows

@@ -1,4 +1,4 @@
-"""Schedules: who fires a tick holds the row, and moves it in the transaction of its event."""
+"""Schedules: one transaction locks a schedule, publishes its events and updates the row."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from django.db.models import Case, CharField, F, Min, Q, QuerySet, Value, When
 from django.db.models.functions import Concat
 
 from django_eventbus.conf import settings
-from django_eventbus.failpoints import reached
+from django_eventbus.errors.failpoints import reached
 from django_eventbus.models import EventSchedule, ScheduleOrigin
 from django_eventbus.store.rows import Rows, retried
 
-#: What the code says about a schedule; all else belongs to the row.
+#: The columns that the code declares. A new declaration does not change the other columns.
 DEFINITION = (
     "type",
     "cron",
@@ -27,9 +27,11 @@ DEFINITION = (
     "misfire",
     "origin",
 )
-FORGET_AFTER = 7 * 24 * 3600.0
+#: The columns that a worker writes when it fires a schedule.
+PLANNED = ("planned_for", "next_at", "last_at")
+DELETE_AFTER = 7 * 24 * 3600.0
 
-#: ``EventSchedule.plan`` in SQL.
+#: The SQL expression of the property ``EventSchedule.plan``.
 _PLAN = Case(
     When(enabled=True, then=Concat("cron", Value(" "), "tz")),
     default=Value(""),
@@ -38,55 +40,85 @@ _PLAN = Case(
 
 
 class Schedules(Rows):
-    """Every worker looks after them: no leader, no beat process."""
+    """Every worker fires schedules: there is no leader and no beat process."""
 
     @property
     def schedules(self) -> QuerySet[EventSchedule]:
         return EventSchedule.objects.using(self.using).filter(namespace=settings.NAMESPACE)
 
     def schedules_for(self, declared: Collection[str]) -> QuerySet[EventSchedule]:
-        """Those that a worker fires whose code declares these: the others of code are not its."""
+        """Return the schedules of a worker: created by users, or declared by the worker's code."""
         return self.schedules.filter(~Q(origin=ScheduleOrigin.CODE) | Q(name__in=list(declared)))
 
-    def due_schedules(self, declared: Collection[str]) -> list[int]:
-        """Rows whose tick has come, or whose next tick is not known (any more)."""
+    def due_schedules(
+        self, declared: Collection[str], *, excluding: Collection[int], at_most: int
+    ) -> list[int]:
+        """Return the ids of rows whose tick is due, or whose next tick has to be computed."""
         return list(
             self._due(self.schedules_for(declared))
+            .exclude(id__in=list(excluding))
             .order_by(F("next_at").asc(nulls_first=True))
-            .values_list("id", flat=True)
+            .values_list("id", flat=True)[:at_most]
         )
 
     def _due(self, rows: QuerySet[EventSchedule]) -> QuerySet[EventSchedule]:
-        return rows.filter(~Q(planned_for=_PLAN) | Q(enabled=True, next_at__lte=self.now))
+        """Return the rows that a worker has to fire or to plan.
 
-    def next_tick(self, declared: Collection[str], *, besides: Collection[int]) -> float | None:
-        """Seconds until the next one, 0 if it came since the last look; None if there is none."""
-        others = self.schedules_for(declared).exclude(id__in=list(besides))
+        These are rows whose tick is due, rows whose plan has changed, and rows whose last tick is
+        in the future. A last tick in the future was fired while the clock was wrong.
+        """
+        from_the_future = Q(last_at__gt=self.now, next_at__gt=F("last_at"))
+        is_due = Q(enabled=True) & (Q(next_at__lte=self.now) | from_the_future)
+        return rows.filter(~Q(planned_for=_PLAN) | is_due)
+
+    def planned_schedules(
+        self, declared: Collection[str], *, above: int, at_most: int
+    ) -> list[EventSchedule]:
+        """Return schedules that wait for a tick in the future, in the order of their row ids."""
+        waiting = self.schedules_for(declared).filter(
+            id__gt=above, enabled=True, next_at__gt=self.now
+        )
+        return list(waiting.order_by("id")[:at_most])
+
+    def next_tick(self, declared: Collection[str], *, excluding: Collection[int]) -> float | None:
+        """Return the seconds until the next tick, 0 if it is due, or None if no tick is known."""
+        others = self.schedules_for(declared).exclude(id__in=list(excluding))
         at = others.aggregate(at=Min("next_at"))["at"]
         return None if at is None else max(0.0, (at - self.read_clock()).total_seconds())
 
     @retried
-    def attend_schedule(
-        self, row_id: int, attend: Callable[[EventSchedule, datetime], dict[str, Any]]
-    ) -> bool:
-        """Lock a schedule that is due, let ``attend`` publish its events, write what it returns.
+    def fire_schedules(
+        self,
+        ids: Collection[int],
+        fire: Callable[[EventSchedule, datetime], dict[str, Any] | None],
+        *,
+        only_due: bool = True,
+    ) -> int:
+        """Lock due schedules, let ``fire`` publish their events, and write the columns it returns.
 
-        All in one transaction: dying before its commit leaves the tick to the next who looks,
-        after it the row has moved on. False if somebody else is at it, or was.
+        All of this is one transaction: if the worker dies before the commit, another worker fires
+        the ticks. Rows that another worker has locked, and rows for which ``fire`` returns None,
+        stay unchanged. Return the number of changed rows.
         """
         with self.atomic():
-            row = self.locked(self._due(self.schedules.filter(id=row_id))).first()
-            if row is None:
-                return False
-            changes = attend(row, self.read_clock())
-            reached("schedule.published")
-            self.schedules.filter(id=row_id).update(**changes)
-        reached("schedule.committed")
-        return True
+            rows = self.schedules.filter(id__in=list(ids))
+            found = list(self.locked((self._due(rows) if only_due else rows).order_by("next_at")))
+            now = self.read_clock() if found else None
+            changes = {row.pk: now and fire(row, now) for row in found}
+            changed = [row for row in found if changes[row.pk]]
+            for row in changed:
+                for name, value in (changes[row.pk] or {}).items():
+                    setattr(row, name, value)
+            if changed:
+                reached("schedule.published")
+                EventSchedule.objects.using(self.using).bulk_update(changed, PLANNED)
+        if changed:
+            reached("schedule.committed")
+        return len(changed)
 
     @retried
     def declare_schedules(self, declared: Sequence[EventSchedule]) -> None:
-        """Write what code says. Looks first: usually every row is as it should be."""
+        """Write declared schedules. The rows are read first, because usually none has to change."""
         rows = {row.name: row for row in self.schedules.filter(name__in=_names(declared))}
         new = [each for each in declared if each.name not in rows]
         if new:
@@ -97,20 +129,24 @@ class Schedules(Rows):
             if row and definition != {name: getattr(row, name) for name in DEFINITION}:
                 self.schedules.filter(id=row.pk).update(**definition)
 
-    def forget_schedules(self, declared: Collection[str]) -> None:
-        """Delete what was declared in code and has been nobody's for long.
+    def delete_old_schedules(self, declared: Collection[str]) -> None:
+        """Delete schedules that no code has declared for a week.
 
-        Whoever still declares it fires it, so it would not be overdue. The code of this worker
-        alone proves nothing: during a deployment old workers start too.
+        Workers fire declared schedules, so a schedule whose tick is a week late is not declared any
+        more. The declarations of this worker are not enough to decide this, because other workers
+        may declare more schedules during a deployment.
         """
-        nobodys = self.schedules.filter(
-            origin=ScheduleOrigin.CODE, next_at__lt=self.after(-FORGET_AFTER)
+        undeclared = self.schedules.filter(
+            origin=ScheduleOrigin.CODE, next_at__lt=self.after(-DELETE_AFTER)
         ).exclude(name__in=list(declared))
-        if nobodys.exists():
-            nobodys.delete()
+        if undeclared.exists():
+            undeclared.delete()
 
     def enable_schedule(self, name: str, enabled: bool) -> bool:
-        """False if there is none. Ticks that pass while it is disabled are not missed ones."""
+        """Enable or disable a schedule; return False if no schedule has this name.
+
+        Ticks that pass while the schedule is disabled do not count as missed.
+        """
         changed = self.schedules.filter(name=name).exclude(enabled=enabled)
         changed.update(enabled=enabled, next_at=None, planned_for="")
         return self.schedules.filter(name=name).exists()

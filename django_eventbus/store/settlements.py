@@ -1,16 +1,28 @@
-"""What is written about events: what a publisher says of many, what a worker says in the end."""
+"""Data classes for writes: new events of publish_many, and the settlements of a worker."""
 
 from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from django_eventbus.models import LogStatus
+from django_eventbus.schema.deliveries import DEAD, DISCARDED, DONE, RETRY
+from django_eventbus.store.waits import AT_ONCE, Wait
+
+#: The value of ``counts_as`` for an event that stays claimed, or returns to the queue unchanged.
+#: Statistics do not count such an event.
+UNCOUNTED = ""
+_COUNTED_AS: dict[str, str] = {
+    LogStatus.COMPLETED: DONE,
+    LogStatus.COMPLETED_WITH_ERRORS: DEAD,
+    LogStatus.FAILED: DEAD,
+    LogStatus.DISCARDED: DISCARDED,
+}
 
 
 class NewEvent(NamedTuple):
-    """What tells one event of a ``publish_many`` from the next."""
+    """The fields that differ between the events of one ``publish_many``."""
 
     event_id: uuid.UUID
     type: str
@@ -20,21 +32,82 @@ class NewEvent(NamedTuple):
     counted_as: str | None = None
 
 
-class Completed(NamedTuple):
-    """Every handler did it at the first try: into the log, nothing to tell."""
+class _Kind:
+    """The meaning of a settlement for the event, its lane and its batch.
+
+    Callers read these properties and do not check the class. Only the store checks the class,
+    because it writes each class by a different statement.
+    """
+
+    __slots__ = ()
+
+    @property
+    def ends(self) -> bool:
+        """Whether the event moves from the queue to the log."""
+        return False
+
+    @property
+    def status(self) -> str:
+        """The status in the log, if the event ends."""
+        return ""
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the event ended with another status than COMPLETED."""
+        return False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether other handlers of the event run next under the same claim."""
+        return False
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the row is up to date already, so that nothing has to be written."""
+        return False
+
+    @property
+    def counts_as(self) -> str:
+        """The outcome under which statistics count the event."""
+        return UNCOUNTED
+
+    @property
+    def hand_off(self) -> HandOff | None:
+        """The delivery that another executor has to make; None if there is none."""
+        return None
+
+    @property
+    def holds_lane(self) -> Wait | None:
+        """How long the next events of the same lane have to wait; None if they need not wait."""
+        return None
+
+
+@dataclass(slots=True)
+class Completed(_Kind):
+    """Every handler succeeded at the first attempt: move the event to the log without details."""
+
+    ends: ClassVar[bool] = True
+    status: ClassVar[str] = LogStatus.COMPLETED
+    is_on_disk: ClassVar[bool] = False
+    counts_as: ClassVar[str] = DONE
 
     row_id: int
 
 
-class Held(NamedTuple):
-    """A gate kept every handler from running: back into the queue as it was, uncharged."""
+@dataclass(slots=True)
+class Held(_Kind):
+    """No handler was allowed to run: return the event to the queue, uncharged."""
 
     row_id: int
-    delay: float
+    wait: Wait
+
+    @property
+    def holds_lane(self) -> Wait:
+        return self.wait
 
 
-class Fate(NamedTuple):
-    """How an event ended, as the log's columns have it."""
+class Ending(NamedTuple):
+    """The columns of the log that describe how an event ended."""
 
     status: str
     dead_handler: str = ""
@@ -43,8 +116,10 @@ class Fate(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """The event ended, and there is a story: into the log with both."""
+class Finished(_Kind):
+    """The event ended after a failure: move it to the log with its deliveries and errors."""
+
+    ends: ClassVar[bool] = True
 
     row_id: int
     status: str = LogStatus.COMPLETED
@@ -53,32 +128,71 @@ class Finished:
     dead_handler: str = ""
     error_type: str = ""
     error_fingerprint: str = ""
-    #: The lane that its death holds up.
+    #: The id of the lane that this dead event blocks; None if it blocks no lane.
     blocks_lane: int | None = None
 
     @property
-    def fate(self) -> Fate:
-        return Fate(self.status, self.dead_handler, self.error_type, self.error_fingerprint)
+    def is_dead(self) -> bool:
+        return self.status != LogStatus.COMPLETED
+
+    @property
+    def counts_as(self) -> str:
+        return _COUNTED_AS[self.status]
+
+    @property
+    def holds_lane(self) -> Wait | None:
+        return None if self.blocks_lane is None else AT_ONCE
+
+    @property
+    def ending(self) -> Ending:
+        return Ending(self.status, self.dead_handler, self.error_type, self.error_fingerprint)
+
+
+class HandOff(NamedTuple):
+    """The handler that another executor has to run, and the token of the message to it."""
+
+    handler: str
+    token: uuid.UUID
+    #: The time that the executor has to claim the event.
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Postponed:
-    """Something is still owed: back into the queue, to be ready after ``delay`` seconds."""
+class Postponed(_Kind):
+    """A handler has to run later: return the event to the queue, where it is ready after a wait.
+
+    With a ``hand_off``, the wait is the time that the other executor has to claim the event.
+    """
 
     row_id: int
     deliveries: dict[str, Any]
     errors: list[dict[str, Any]]
-    delay: float
+    wait: Wait
+    hand_off: HandOff | None = None
+
+    @property
+    def counts_as(self) -> str:
+        return RETRY if self.hand_off is None else UNCOUNTED
+
+    @property
+    def holds_lane(self) -> Wait:
+        return self.wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progressed:
-    """Some handlers are done and others are next: remember it, keep the claim."""
+class Progressed(_Kind):
+    """Some handlers are done and others run next: store the deliveries and keep the claim."""
+
+    goes_on: ClassVar[bool] = True
 
     row_id: int
     deliveries: dict[str, Any]
     errors: list[dict[str, Any]]
 
+    @property
+    def is_on_disk(self) -> bool:
+        return not self.deliveries
 
-Story = Finished | Postponed | Progressed
-Settlement = Completed | Held | Story
+
+WithDeliveries = Finished | Postponed | Progressed
+Settlement = Completed | Held | WithDeliveries

@@ -1,25 +1,31 @@
-"""SQLite: one writer at a time, so look before taking the write lock, and hear news for free."""
+"""SQLite: only one connection can write at a time, so claims write only if an event is ready.
+
+Publishers send no wake-up. Workers poll ``data_version``, which shows commits of other connections.
+"""
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
+from django.db import IntegrityError
 from django.utils import timezone
 
-from django_eventbus.events import ClaimedEvent
+from django_eventbus.errors import introspection
 from django_eventbus.models import QueuedStatus
+from django_eventbus.schema.claims import ClaimedEvent
 from django_eventbus.store.base import Store
 
-LOOK_EVERY = 0.01
+POLL_EVERY = 0.01
 
 
 class SQLiteStore(Store):
-    hears: ClassVar[bool] = True
-    lets_others_work: ClassVar[bool] = False
+    reports_wakeups: ClassVar[bool] = True
+    allows_concurrent_writes: ClassVar[bool] = False
 
     def claim(
         self, queue: str, *, limit: int, worker_id: uuid.UUID, token: uuid.UUID | None = None
@@ -28,6 +34,7 @@ class SQLiteStore(Store):
             queue=queue,
             key__isnull=True,
             available_at__isnull=True,
+            held_by__isnull=True,
             status=QueuedStatus.PENDING,
         )
         idle = not (
@@ -36,18 +43,28 @@ class SQLiteStore(Store):
         return [] if idle else super().claim(queue, limit=limit, worker_id=worker_id, token=token)
 
     def read_clock(self) -> datetime:
-        # The database has no clock but this machine's.
+        # SQLite runs in this process and uses the clock of this machine.
         return self.clock() if self.clock is not None else timezone.now()
+
+    def is_refused_commit(self, error: BaseException) -> bool:
+        # The error does not name the table, so any violated foreign key counts. Django defers
+        # foreign keys, so only COMMIT raises this error.
+        if not issubclass(type(error), IntegrityError | sqlite3.IntegrityError):
+            return False  # An error class of the project may override __str__.
+        return introspection.message(error) == "FOREIGN KEY constraint failed"
 
     def _to_datetime(self, value: Any) -> datetime:
         return datetime.fromisoformat(value).replace(tzinfo=UTC)
 
-    def _listen_once(self, tell: Callable[[], None], stopped: threading.Event) -> None:
-        """``data_version`` moves when another connection commits; asking costs microseconds."""
+    def _listen_once(self, on_wakeup: Callable[[], None], stopped: threading.Event) -> None:
+        """Poll ``data_version``, which changes when another connection commits.
+
+        A read of ``data_version`` takes only microseconds.
+        """
         with self.connection.cursor() as cursor:
             seen = None
-            while not stopped.wait(LOOK_EVERY):
+            while not stopped.wait(POLL_EVERY):
                 version = cursor.execute("PRAGMA data_version").fetchone()[0]
                 if seen is not None and version != seen:
-                    tell()
+                    on_wakeup()
                 seen = version

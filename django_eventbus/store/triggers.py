@@ -1,8 +1,7 @@
-"""A trigger that puts events into the queue of its database whenever a row is written.
+"""PostgreSQL triggers that insert an event into the queue for each write to a table.
 
-The SQL is PostgreSQL's. It runs in the transaction of whoever writes, so it sends no NOTIFY (which
-would hold a lock on the whole server until the commit is on disk): workers find its events when
-they next look.
+A trigger runs in the transaction of the writer. It sends no NOTIFY, which would hold an
+instance-wide lock until the commit is on disk; workers find its events with the next poll.
 """
 
 from __future__ import annotations
@@ -12,29 +11,30 @@ from dataclasses import dataclass
 
 from django.db.backends.utils import truncate_name
 
-from django_eventbus.events import MAX_NAME_LENGTH
 from django_eventbus.models import QueuedEvent, QueuedStatus
+from django_eventbus.schema.names import MAX_NAME_LENGTH
 
 MAX_IDENTIFIER = 63
 MAX_PRODUCER = 64
 
-#: A random UUID with the time in its first 48 bits and version 7, as events.uuid7 makes it.
+#: A UUID of version 7, as events.uuid7 makes it: random, with the time in the first 48 bits.
 _UUID7 = """encode(set_bit(set_bit(overlay(uuid_send(gen_random_uuid())
         PLACING substring(int8send((date_part('epoch', clock_timestamp()) * 1000)::bigint) FROM 3)
         FROM 1 FOR 6), 52, 1), 53, 1), 'hex')::uuid"""
 
-# Whoever writes may have another search_path and time zone than the one who migrates.
+# The function sets search_path and time zone, because the session of the writer may have other
+# values than the session of the migration.
 _FUNCTION = """CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql
 SET search_path FROM CURRENT SET timezone = 'UTC' SET intervalstyle = 'iso_8601' AS {body}"""
 
-# NEW is not assigned in a DELETE, so `told` is the row that there is.
+# `written` is OLD in a DELETE, in which NEW is not assigned, and NEW in all other operations.
 _BODY = """
 DECLARE
-    told record;
+    written record;
     payload jsonb;
     changed jsonb = '{{}}';
 BEGIN
-    IF TG_OP = 'DELETE' THEN told = OLD; ELSE told = NEW; END IF;
+    IF TG_OP = 'DELETE' THEN written = OLD; ELSE written = NEW; END IF;
     payload = {payload};
     IF TG_OP = 'UPDATE' THEN{changes}
         payload = payload || jsonb_build_object('changed', changed);
@@ -56,15 +56,16 @@ FOR EACH ROW {condition}EXECUTE FUNCTION {function}({type}, {version})"""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowTrigger:
-    """Which events the rows of a table make. Columns are given by the names in the payload."""
+    """The triggers of a table. ``columns`` maps each name in the payload to its column."""
 
     table: str
     columns: Mapping[str, str]
-    #: Names whose values JSON holds as text, because numbers would lose digits.
+    #: Names in the payload whose values are stored as text, because JSON numbers would lose digits.
     as_text: frozenset[str]
-    #: (INSERT, UPDATE or DELETE, type, version)
+    #: For each operation (INSERT, UPDATE or DELETE): the operation, the event type, its version.
     events: tuple[tuple[str, str, int], ...]
-    #: (text, name of the value after it, if any); None for no key
+    #: The pieces of the key. A piece is a constant text and the name of the payload value that
+    #: follows the text (None if no value follows). Without a key, the whole field is None.
     key: tuple[tuple[str, str | None], ...] | None
     namespace: str
     queue: str
@@ -87,7 +88,7 @@ class RowTrigger:
     def _function_sql(self) -> str:
         body = _BODY.format(
             payload=" || ".join(
-                f"jsonb_build_object({_text(name)}, told.{_name(column)}{self._cast(name)})"
+                f"jsonb_build_object({_text(name)}, written.{_name(column)}{self._cast(name)})"
                 for name, column in self.columns.items()
             ),
             changes="".join(
@@ -102,7 +103,7 @@ class RowTrigger:
         return _FUNCTION.format(function=self._function, body=_text(body))
 
     def _row(self) -> dict[str, str]:
-        """Every column of the queue that must be given."""
+        """Return the columns that the trigger inserts, each with the SQL of its value."""
         return {
             "event_id": _UUID7,
             "namespace": _text(self.namespace),
@@ -115,6 +116,7 @@ class RowTrigger:
             "producer": _text(f"trigger:{self.table}"[:MAX_PRODUCER]),
             "attempts": "0",
             "crashes": "0",
+            "interruptions": "0",
             "status": _text(QueuedStatus.PENDING.value),
         }
 
@@ -125,7 +127,7 @@ class RowTrigger:
         for text, name in self.key:
             pieces.append(_text(text))
             if name is not None:
-                pieces.append(f"told.{_name(self.columns[name])}")
+                pieces.append(f"written.{_name(self.columns[name])}")
         return f"NULLIF(left(concat({', '.join(pieces)}), {MAX_NAME_LENGTH}), '')"
 
     def _trigger_sql(self, event: tuple[str, str, int]) -> str:
@@ -154,7 +156,7 @@ def _trigger_name(operation: str) -> str:
 
 
 def _name(identifier: str) -> str:
-    """Quoted, unless it comes quoted, as in Django."""
+    """Quote an identifier unless it is quoted already, as Django does."""
     return identifier if identifier.startswith('"') else f'"{identifier}"'
 
 

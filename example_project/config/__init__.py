@@ -1,0 +1,6 @@
+import os
+
+if os.environ.get("SHOP_BROKER"):
+    from config.celery import app as celery_app
+
+    __all__ = ["celery_app"]

@@ -1,5 +1,7 @@
-"""The storefront loads nothing but its own files. Django 6.0 has ``SECURE_CSP`` for this; the
-example also runs on 5.2."""
+"""A Content Security Policy that lets the storefront load only its own files.
+
+Django 6.0 has the setting ``SECURE_CSP`` for this, but the example also runs on Django 5.2.
+"""
 
 from collections.abc import Callable
 
@@ -33,10 +35,10 @@ def strict_content_security_policy(get_response: GetResponse) -> GetResponse:
 
 
 def _is_admin(request: HttpRequest) -> bool:
-    """Its date filters write scripts into the page."""
+    """Return whether the page is in the admin, whose date filters need inline scripts."""
     return bool(request.resolver_match) and request.resolver_match.app_name == "admin"
 
 
 def _is_debug_page(response: HttpResponse) -> bool:
-    """Django's own, which would be hard to read without their styles."""
+    """Return whether this is an error page of Django, which needs its inline styles."""
     return settings.DEBUG and response.status_code in (404, 500)

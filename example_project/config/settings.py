@@ -43,8 +43,8 @@ def sqlite(path: str) -> dict[str, Any]:
         "ENGINE": "django.db.backends.sqlite3",
         "NAME": path,
         "OPTIONS": {
-            # Readers never wait for the writer (WAL); a transaction that will write says so at
-            # once (IMMEDIATE), so that two of them queue instead of failing.
+            # With WAL, readers never wait for the writer. With IMMEDIATE, a transaction takes the
+            # write lock when it begins, so that a second writer waits instead of failing.
             "transaction_mode": "IMMEDIATE",
             "timeout": 20,
             "init_command": "PRAGMA journal_mode=WAL;",
@@ -71,13 +71,33 @@ DATABASES = {
 }
 
 EVENTBUS = {
-    # The demo kills its worker to show that nothing is lost: do not wait a minute to see it heal.
+    # The demo kills its worker to show that no event is lost. Recovery must not take a minute.
     "ABANDON_AFTER": 5,
+    "HANDOFF_DEADLINE": 10,
     "RETRY": {"max_retries": 8, "base_delay": 0.5, "max_delay": 5},
 }
 
-# Where a partner wants to hear of orders, and the secret that proves who is calling. In the demo
-# the partner is played by this very server.
+# The URL of Celery's broker, or the path of a folder that replaces a broker. If it is empty, the
+# shop does not use Celery.
+SHOP_BROKER = os.environ.get("SHOP_BROKER", "")
+# The processes that run the handler ``ship``.
+SHIPPING_EXECUTOR = "celery" if SHOP_BROKER else "worker"
+
+CELERY_TASK_DEFAULT_QUEUE = os.environ.get("SHOP_BROKER_QUEUE", "corner-shop")
+CELERY_TASK_DEFAULT_EXCHANGE = "celery"
+CELERY_WORKER_ENABLE_REMOTE_CONTROL = False
+if SHOP_BROKER.startswith("/"):
+    CELERY_BROKER_URL = "filesystem://"
+    CELERY_BROKER_TRANSPORT_OPTIONS = {
+        "data_folder_in": SHOP_BROKER,
+        "data_folder_out": SHOP_BROKER,
+        "control_folder": SHOP_BROKER,
+    }
+else:
+    CELERY_BROKER_URL = SHOP_BROKER
+
+# The URL of a partner's webhook, and the secret that signs the calls. In the demo this server is
+# also the partner.
 PARTNER_URL = os.environ.get("SHOP_PARTNER_URL", "http://127.0.0.1:8000/partner/")
 PARTNER_SECRET = "shared with the partner"
 

@@ -1,1 +1,1 @@
-"""What ``run.py`` is made of. The shop itself knows nothing of it."""
+"""The parts of ``run.py``. The shop itself does not import them."""

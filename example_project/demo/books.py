@@ -1,10 +1,11 @@
-"""Do the books balance? What must be true of the shop when all events have ended."""
+"""The check of the books: conditions that must be true when all events have ended."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 
+from django.conf import settings
 from django.db.models import Sum
 from django_eventbus import dead_letters
 from django_eventbus.models import DeadEvent, EventLane, EventLog, QueuedEvent
@@ -15,10 +16,11 @@ from shop.models import Card, DailyReport, Order, PriceChange, Product, Restock,
 
 ALL = 1_000_000
 CHARGE = "shop.charge_card"
+SHIP = "shop.ship"
 
 
 class Books:
-    """Opened before the first order, so that what was sold can be told from what was there."""
+    """The books of the shop. Create them before the first order, because they read the stock."""
 
     def __init__(self) -> None:
         self._stock = dict(Product.objects.values_list("pk", "stock"))
@@ -35,14 +37,15 @@ class Books:
             "events handled": EventLog.objects.count(),
             "failed attempts": sum(len(errors) for errors in logged),
             "still queued": QueuedEvent.objects.count(),
+            **({"shipped by Celery": len(_shipped_by_celery())} if _uses_celery() else {}),
         }
 
     def mistakes(self) -> list[str]:
-        """What is wrong, in sentences; empty if the books balance."""
+        """Return the errors as sentences; an empty list if the books balance."""
         self._orders = {order.key: order for order in Order.objects.all()}
         self._dead = {str(each.key): each for each in dead_letters.list(limit=ALL)}
         return [
-            *([] if self._orders else ["nobody ordered anything"]),
+            *([] if self._orders else ["there are no orders"]),
             *self._wrong_shipments(),
             *self._wrong_charges(),
             *self._wrong_dead_letters(),
@@ -52,15 +55,18 @@ class Books:
         ]
 
     def _wrong_shipments(self) -> Iterator[str]:
-        """An order is shipped once, or it is a dead letter."""
+        """Yield orders that were not shipped exactly once, or that were shipped as dead letters."""
         shipped = Counter(Shipment.objects.values_list("order_id", flat=True))
         for key, order in self._orders.items():
             owed = 0 if key in self._dead else 1
             if shipped[order.pk] != owed:
                 yield f"{key} has {shipped[order.pk]} shipments, not {owed}"
 
+        if _uses_celery() and len(_shipped_by_celery()) != shipped.total():
+            yield f"Celery shipped {len(_shipped_by_celery())} orders, not {shipped.total()}"
+
     def _wrong_charges(self) -> Iterator[str]:
-        """No card is charged twice, and nothing is shipped that was not paid for."""
+        """Yield orders that were not charged once with the total. Dead letters may be uncharged."""
         charged: dict[str, list[Charge]] = {}
         for charge in Charge.objects.all():
             charged.setdefault(charge.reference, []).append(charge)
@@ -71,7 +77,7 @@ class Books:
                 yield f"{key} costs {order.total}, its card was charged {charges}"
 
     def _wrong_dead_letters(self) -> Iterator[str]:
-        """They are the charges that failed, each with all its errors."""
+        """Yield dead letters that are no failed charge, or that lack errors of their attempts."""
         for key, order in self._orders.items():
             if order.card == Card.EMPTY and key not in self._dead:
                 yield f"the card of {key} is empty, but there is no dead letter"
@@ -79,20 +85,20 @@ class Books:
             if key not in self._orders or dead.dead_handler != CHARGE:
                 yield f"{key} is a dead letter of {dead.dead_handler}: {dead.errors}"
             elif not _is_declined(dead) and len(_errors(dead)) != CHARGE_RETRY.max_retries + 1:
-                yield f"{key} was given up, but its errors are {dead.errors}"
+                yield f"{key} is a dead letter without the errors of all attempts: {dead.errors}"
 
     def _wrong_notices(self) -> Iterator[str]:
-        """The partner heard of each order, and in order."""
-        heard: dict[int, list[str]] = {}
+        """Yield orders whose events did not reach the partner completely and in order."""
+        received: dict[int, list[str]] = {}
         for notice in Notice.objects.order_by("pk"):
-            heard.setdefault(notice.order_id, []).append(notice.event_type)
+            received.setdefault(notice.order_id, []).append(notice.event_type)
         for key, order in self._orders.items():
-            told = ["order.placed"] if key in self._dead else ["order.placed", "order.paid"]
-            if heard.get(order.pk) != told:
-                yield f"the partner heard {heard.get(order.pk)} of {key}, not {told}"
+            owed = ["order.placed"] if key in self._dead else ["order.placed", "order.paid"]
+            if received.get(order.pk) != owed:
+                yield f"the partner received {received.get(order.pk)} for {key}, not {owed}"
 
     def _wrong_stock(self) -> Iterator[str]:
-        """Each order took its share, each supply arrived, exactly once, whatever died between."""
+        """Yield products whose stock does not match their orders and supplies."""
         sold = dict(Order.objects.values_list("product").annotate(Sum("quantity")))
         arrived = dict(Restock.objects.values_list("product").annotate(Sum("quantity")))
         for product in Product.objects.all():
@@ -110,6 +116,17 @@ class Books:
         for what, model in {"price change": PriceChange, "nightly report": DailyReport}.items():
             if model.objects.count() != 1:
                 yield f"there are {model.objects.count()} {what}s, not 1"
+
+
+def _uses_celery() -> bool:
+    return settings.SHIPPING_EXECUTOR == "celery"
+
+
+def _shipped_by_celery() -> list[str]:
+    """Return the names of the Celery processes that shipped an order, one for each order."""
+    logged = EventLog.objects.filter(type="order.paid", deliveries__isnull=False)
+    runs = (states.get(SHIP, {}) for states in logged.values_list("deliveries", flat=True))
+    return [run["by"] for run in runs if run.get("by", "").startswith("celery ")]
 
 
 def _errors(dead: DeadEvent) -> list[str]:

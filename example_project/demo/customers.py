@@ -1,4 +1,4 @@
-"""People who order: they fill in the storefront's forms, as a browser would."""
+"""Customers: they send the forms of the storefront, as a browser does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DECLINED = 0.1
 
 
 class Customers:
-    """One browser shared by all of them."""
+    """All customers, with one HTTP session."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -29,7 +29,7 @@ class Customers:
         self._products = _found(r'name="product" value="(\d+)"', page)
 
     def order(self, *, card: Card | None = None) -> None:
-        """Something, by somebody; one card in ten is not good."""
+        """Place a random order; one card in ten is declined."""
         self._send(
             "orders/",
             product=random.choice(self._products),

@@ -1,4 +1,4 @@
-"""A day in the life of the shop, from opening to the check of its books."""
+"""One day of the shop, from its opening to the check of its books."""
 
 from __future__ import annotations
 
@@ -15,26 +15,36 @@ from django.db import connection
 from django_eventbus import dead_letters, schedules
 from django_eventbus.models import QueuedEvent
 
-from demo import users
+from demo import broker, users
 from demo.books import Books
 from demo.customers import Customers
-from demo.processes import ChildDiedError, Children, free_port, wait_until_open
+from demo.processes import ChildDiedError, Children, reserve_port, wait_until_open
 from demo.watching import Watch
 from shop.models import Card, Product
 
 LOOK_EVERY = 0.1
-DRAIN_SECONDS = 60
+CELERY_WORKER = (
+    *("celery", "-A", "config", "worker", "--concurrency", "2", "--loglevel", "info"),
+    *("--without-gossip", "--without-mingle", "--without-heartbeat"),
+)
+DRAIN_SECONDS = 180
 FIRST_DEAD_LETTER_SECONDS = 20
 
 
 class Day:
-    def __init__(self, directory: Path, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        options: argparse.Namespace,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.options = options
+        self.clock = clock
         self.children = Children(directory)
         self.watch = Watch()
 
     def run(self) -> int:
-        """The exit code: 0 if all went well. Without ``--check`` only Ctrl-C ends the day."""
+        """Return the exit code: 0 for success. Without ``--check`` only Ctrl-C ends the day."""
         self.furnish()
         try:
             with self.children:
@@ -49,6 +59,9 @@ class Day:
         except URLError as error:
             print(f"the storefront failed: {error}\n{self.web.last_words()}")
             return 1
+        finally:
+            if self.options.celery:
+                broker.delete_queue()
         return self.close_books()
 
     def furnish(self) -> None:
@@ -60,26 +73,29 @@ class Day:
             schedules.run("nightly report")
 
     def change_a_price(self) -> None:
-        """Somebody has saved a product, so the bridge has an event to tell."""
+        """Save a product, so that the bridge publishes an event."""
         product = Product.objects.get(name="Forest honey")
         product.price -= Decimal("0.60")
         product.save()
 
     def open_shop(self) -> None:
-        port = free_port()
+        self.reservation = reserve_port()
+        port = self.reservation.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}/"
         os.environ["SHOP_PARTNER_URL"] = f"{self.url}partner/"
         self.web = self.children.start("web-server", "runserver", "--noreload", f"127.0.0.1:{port}")
         self.worker = self.children.start(
             "worker", "run_event_worker", "--no-reload", "--concurrency", "4"
         )
+        if self.options.celery:
+            self.celery = self.children.start("celery", *CELERY_WORKER)
         wait_until_open(port, self.web)
         self.customers = Customers(self.url)
 
     def leave_a_dead_letter(self) -> None:
         self.customers.order(card=Card.EMPTY)
-        give_up_at = time.monotonic() + FIRST_DEAD_LETTER_SECONDS
-        while not dead_letters.list(limit=1) and time.monotonic() < give_up_at:
+        give_up_at = self.clock() + FIRST_DEAD_LETTER_SECONDS
+        while not dead_letters.list(limit=1) and self.clock() < give_up_at:
             self.children.require_alive()
             time.sleep(LOOK_EVERY)
 
@@ -91,27 +107,36 @@ class Day:
             f"             user {users.ADMIN[0]}, password {users.ADMIN[1]}: may do everything\n"
             f"             user {users.VIEWER[0]}, password {users.VIEWER[1]}: may only look\n"
             f"Worker log   {self.worker.log} (receipts too)\n"
+            f"{self.celery_line()}"
             f"Database     {connection.display_name}, deleted when the shop closes\n"
             f"\n"
             f"One order is a dead letter already: its card was declined. Ctrl-C closes the shop.\n",
             flush=True,
         )
 
+    def celery_line(self) -> str:
+        return f"Celery log   {self.celery.log} (it ships)\n" if self.options.celery else ""
+
     def take_orders(self) -> None:
-        opened = time.monotonic()
+        """Take orders until closing time, and until everything planned has happened.
+
+        All planned failures happen, even if one order takes longer than ``--seconds`` on a busy
+        machine. There is at least one order between two failures.
+        """
+        opened = self.clock()
         closes = opened + self.options.seconds if self.options.check else float("inf")
         plan = self.plan() if self.options.check else []
         next_order = opened
-        while (now := time.monotonic()) < closes:
+        while (now := self.clock()) < closes or plan:
             if now >= next_order:
                 self.customers.order()
                 next_order = now + 1 / self.options.rate
-            while plan and now >= opened + plan[0][0] * self.options.seconds:
+            if plan and now >= opened + plan[0][0] * self.options.seconds:
                 plan.pop(0)[1]()
             self.look()
 
     def plan(self) -> list[tuple[float, Callable[[], None]]]:
-        """What goes wrong, and at which part of the day."""
+        """Return the planned failures and their times."""
         kills = self.options.kill_worker
         return sorted(
             [
@@ -124,21 +149,25 @@ class Day:
 
     def break_payments(self) -> None:
         self.customers.break_payments()
-        self.tell("the payment provider goes down")
+        self.report("the payment provider goes down")
 
     def repair_payments(self) -> None:
         self.customers.repair_payments()
-        self.tell("the payment provider is back")
+        self.report("the payment provider is back")
 
     def kill_worker(self) -> None:
         for _ in range(5):
-            self.customers.order()  # it shall die with its hands full
+            self.customers.order()  # These orders make sure that the killed worker has events.
         self.worker.kill()
-        self.tell("SIGKILL for the worker; another one starts")
+        self.report("SIGKILL for the worker; another one starts")
         self.worker.start()
+        if self.options.celery:
+            self.celery.kill()
+            self.report("SIGKILL for the Celery worker; another one starts")
+            self.celery.start()
 
     @staticmethod
-    def tell(news: str) -> None:
+    def report(news: str) -> None:
         print(f"{time.strftime('%H:%M:%S', time.gmtime())}  {news}", flush=True)
 
     def look(self) -> None:
@@ -148,9 +177,9 @@ class Day:
         time.sleep(LOOK_EVERY)
 
     def wait_for_worker(self) -> None:
-        """No more orders; whatever is queued has a minute to be handled."""
-        give_up_at = time.monotonic() + DRAIN_SECONDS
-        while QueuedEvent.objects.exists() and time.monotonic() < give_up_at:
+        """Stop taking orders, and wait until the worker has handled the queued events."""
+        give_up_at = self.clock() + DRAIN_SECONDS
+        while QueuedEvent.objects.exists() and self.clock() < give_up_at:
             self.look()
         self.look()
 

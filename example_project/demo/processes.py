@@ -1,9 +1,9 @@
-"""The shop's web server and worker as child processes that never outlive the demo.
+"""The shop's web server and workers as child processes that never outlive the demo.
 
-Each child leads a process group of its own: Ctrl-C in the terminal reaches only the demo, which
-then stops them in order, and killing a group kills the worker with its supervisor. Each also holds
-the end of a pipe; should the demo die without a word, the pipe ends and so does the child
-(``child.py``).
+Each child has its own process group. Ctrl-C in the terminal therefore reaches only the demo, which
+then stops its children in order. Killing the group of the worker also kills its supervisor. Each
+child also reads from a pipe that the demo holds open. If the demo is killed, the pipe is closed,
+and the child ends (``child.py``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ START_SECONDS = 60
 
 
 class ChildDiedError(Exception):
-    """A child ended that should not have."""
+    """A process of the demo ended unexpectedly."""
 
 
 class Child:
-    """A management command of the shop, its output in a file."""
+    """A command of the shop, of ``manage.py`` or Celery, that writes its output to a file."""
 
     def __init__(self, name: str, *command: str, log: Path) -> None:
         self.name = name
@@ -56,13 +56,13 @@ class Child:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
 
     def kill(self) -> None:
-        """SIGKILL for the child and everything it started: no goodbye, no clean-up."""
+        """Send SIGKILL to the process and all processes that it started, without clean-up."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()  # waits, and closes the pipe
+        self.process.communicate()  # Wait for the end of the process, and close the pipe.
 
     def stop(self) -> None:
-        """Ask it to finish what it does; insist if that takes too long, or Ctrl-C is pressed."""
+        """Stop it gracefully; kill it if that takes too long or Ctrl-C is pressed."""
         self.process.terminate()
         try:
             self.process.wait(STOP_SECONDS)
@@ -71,7 +71,7 @@ class Child:
 
 
 class Children:
-    """Stops whatever was started when the ``with`` block ends, however it ends."""
+    """Stop all started processes at the end of the ``with`` block, also after an error."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -95,13 +95,23 @@ class Children:
                 child.stop()
 
 
-def free_port(preferred: int = 8000) -> int:
-    """The usual port if nobody uses it, else any."""
-    for port in (preferred, 0):
-        with socket.socket() as candidate, suppress(OSError):
-            candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            candidate.bind(("127.0.0.1", port))
-            return int(candidate.getsockname()[1])
+def reserve_port(preferred: int = 8000) -> socket.socket:
+    """Return a UDP socket on a port that is free for the web server: the default one, or any.
+
+    Keep the socket open. It takes the UDP port and leaves the TCP port to the web server, so two
+    demos that start at the same time get different ports.
+    """
+    for port in (preferred, *[0] * 10):
+        reservation = socket.socket(type=socket.SOCK_DGRAM)
+        try:
+            reservation.bind(("127.0.0.1", port))
+            with socket.socket() as candidate:
+                candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                candidate.bind(reservation.getsockname())
+        except OSError:
+            reservation.close()
+        else:
+            return reservation
     raise OSError("no free port on 127.0.0.1")
 
 

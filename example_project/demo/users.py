@@ -1,4 +1,4 @@
-"""Two who may enter the admin: one may do everything, one may only look."""
+"""Two users of the admin: one with all permissions, one who may only view."""
 
 from django.contrib.auth import get_user_model
 from django.contrib.auth.models import Permission

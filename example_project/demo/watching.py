@@ -11,7 +11,7 @@ from shop.models import Order
 
 
 class Watch:
-    """Looks at the orders that are still on their way, and at the log of ended events."""
+    """Watch the open orders and the log of ended events."""
 
     def __init__(self) -> None:
         self._newest = 0
@@ -28,7 +28,7 @@ class Watch:
             yield f"{ended.finished_at:%H:%M:%S}  {_line(order, ended)}"
 
     def _ended(self) -> list[EventLog]:
-        """The events that end an order's story: it was paid for, or it never will be."""
+        """Return the last events of an order: paid, or a dead letter."""
         since = min(order.placed_at for order in self._open.values())
         log = EventLog.objects.filter(key__in=self._open, finished_at__gte=since)
         paid = log.filter(type="order.paid")

@@ -1,4 +1,4 @@
-"""The world outside of the shop: a payment provider and a partner, each with books of its own.
+"""Systems outside of the shop: a payment provider and a partner, each with its own records.
 
 A real shop would reach them over the network, so no transaction of the shop ever includes these
 tables.
@@ -8,7 +8,7 @@ from django.db import models
 
 
 class PaymentProvider(models.Model):
-    """The one there is. Down, it answers nobody."""
+    """The state of the payment provider. The table has one row."""
 
     is_down = models.BooleanField(default=False)
 
@@ -25,7 +25,7 @@ class PaymentProvider(models.Model):
 
 
 class Charge(models.Model):
-    """What the provider took from a card: once per idempotency key, however often it was asked."""
+    """A charge of a card: one per idempotency key, however often it was requested."""
 
     idempotency_key = models.CharField(max_length=300, unique=True)
     reference = models.CharField(max_length=100)
@@ -37,7 +37,7 @@ class Charge(models.Model):
 
 
 class Notice(models.Model):
-    """What the partner heard from the shop, once however often it was told."""
+    """A call that the partner received: one row, however often it was sent."""
 
     idempotency_key = models.CharField(max_length=300, unique=True)
     event_type = models.CharField(max_length=200)

@@ -1,4 +1,4 @@
-"""Stands in for a payment provider: takes its time, declines one card, is sometimes not there."""
+"""A fake payment provider: it is slow, declines one card, and can be down."""
 
 import random
 import time
@@ -12,18 +12,18 @@ LONGEST_ANSWER = 0.1
 
 
 class CardDeclinedError(Exception):
-    """The bank said no. Asking again will not help."""
+    """The bank declined the card. A retry does not help."""
 
 
 class ProviderDownError(Exception):
-    """The provider did not answer. Asking again will help."""
+    """The provider did not respond. A retry helps."""
 
 
 def charge(card: str, amount: Decimal, *, reference: str, idempotency_key: str) -> None:
-    """Charge the card, once per idempotency key: who asks again is told that it is done."""
+    """Charge the card once per idempotency key; a repeated call succeeds and charges nothing."""
     time.sleep(random.uniform(0, LONGEST_ANSWER))
     if not PaymentProvider.answers() or random.random() < TROUBLE:
-        raise ProviderDownError("the payment provider did not answer")
+        raise ProviderDownError("the payment provider did not respond")
     if card == EMPTY_CARD:
         raise CardDeclinedError("insufficient funds")
     Charge.objects.get_or_create(

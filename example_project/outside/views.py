@@ -1,4 +1,4 @@
-"""The partner's door, and the switch that takes the payment provider down."""
+"""The webhook of the partner, and the switch that stops the payment provider."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Signed calls: what the shop sends to the partner, and how the partner knows it is the shop."""
+"""Signed webhook calls: the shop signs them, the partner verifies them."""
 
 import hashlib
 import hmac
@@ -10,12 +10,12 @@ from django.conf import settings
 SIGNATURE = "X-Signature"
 TIMEOUT = 5
 
-# The partner is on this machine: no proxy on the way.
+# The partner is on this machine, so no proxy is used.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def post(url: str, message: dict[str, object], *, idempotency_key: str) -> None:
-    """Raises ``urllib.error.URLError`` unless the other side answered that all is well."""
+    """Send a signed call. Raises ``urllib.error.URLError`` if the response is not a success."""
     body = json.dumps(message).encode()
     headers = {
         "Content-Type": "application/json",

@@ -1,4 +1,4 @@
-"""Typed events: a type name, and fields that come back as what they were."""
+"""Typed events: a type name, and fields that keep their Python types."""
 
 from decimal import Decimal
 

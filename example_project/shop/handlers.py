@@ -1,4 +1,4 @@
-"""What happens after an order: each handler succeeds, is retried, or gives up, on its own."""
+"""The handlers of an order: each succeeds, is retried or gives up independently."""
 
 from datetime import timedelta
 
@@ -26,14 +26,14 @@ from shop.models import (
 LOW_STOCK = 20
 SUPPLY = 50
 
-# Impatient, so that a visitor of the demo sees all of it within a minute.
+# Short delays, so that a visitor of the demo sees all states within a minute.
 CHARGE_RETRY = RetryPolicy(max_retries=2, base_delay=0.5)
 CHARGE_BREAKER = CircuitBreaker(failure_rate=0.6, window=20, min_calls=8, open_for=5)
 
 
 @handler("order.placed", name="shop.reserve_stock", priority=10)
 def reserve_stock(event):
-    """Runs once, even if ``charge_card`` needs many attempts at the same event."""
+    """Reserve the stock once, even if ``charge_card`` needs many attempts at the same event."""
     order = Order.objects.get(pk=event.payload["order_id"])
     Product.objects.filter(pk=order.product_id).update(stock=F("stock") - order.quantity)
 
@@ -46,15 +46,15 @@ def reserve_stock(event):
     breaker=CHARGE_BREAKER,
 )
 def charge_card(event):
-    """Any exception means: again later. ``Discard`` means: never, leave it to a human.
+    """Charge the card. Any exception causes a retry; ``Discard`` makes a dead letter at once.
 
-    Not atomic: no transaction is held open while the payment provider thinks. The price is that
-    it may run again after a crash, so both of its effects can be repeated without harm: the
-    provider knows the idempotency key, and only the first run finds the order unpaid.
+    The handler is not atomic, so no transaction is open while it waits for the payment provider.
+    Therefore it may run again after a crash, and both of its effects must be repeatable: the
+    provider recognises the idempotency key, and only the first run finds the order unpaid.
     """
     order = Order.objects.get(pk=event.payload["order_id"])
     if order.status != OrderStatus.PLACED:
-        return  # an earlier run came this far, and its worker died before that was written down
+        return  # An earlier run charged the card, but its worker died before it was recorded.
     try:
         payments.charge(
             order.card,
@@ -70,9 +70,12 @@ def charge_card(event):
             publish(OrderPaid(order_id=order.pk, total=order.total), key=order.key)
 
 
-@handler(OrderPaid, name="shop.ship", priority=10)
+@handler(OrderPaid, name="shop.ship", priority=10, executor=settings.SHIPPING_EXECUTOR)
 def ship(event):
-    """The shipment and the record that this ran are one transaction: no crash ships it twice."""
+    """Ship the order exactly once: the shipment commits with the record that this handler ran.
+
+    With ``make demo CELERY=…``, Celery workers run this handler, with the same guarantees.
+    """
     order_id = event.data.order_id
     Shipment.objects.create(order_id=order_id)
     Order.objects.filter(pk=order_id).update(status=OrderStatus.SHIPPED)
@@ -85,14 +88,14 @@ def send_receipt(event):
         subject=f"Receipt for order {order.pk}",
         body=render_to_string("shop/receipt.txt", {"order": order}),
         to=[order.email],
-        # Sent again after a crash, it is the same message to the customer's mail program.
+        # If it is sent again after a crash, mail programs recognise the message by its id.
         headers={"Message-ID": f"<{event.id}@shop.example>"},
     ).send()
 
 
 @handler("order.*", name="shop.tell_partner", atomic=False)
 def tell_partner(event):
-    """The partner recognises a repeated call by its idempotency key."""
+    """Call the partner's webhook. It recognises a repeated call by its idempotency key."""
     message = {"type": event.type, "order_id": event.payload["order_id"]}
     webhooks.post(settings.PARTNER_URL, message, idempotency_key=event.idempotency_key)
 
@@ -105,7 +108,7 @@ def note_price(event):
 
 @handler("product.changed", name="shop.restock")
 def restock(event):
-    """Asks the shelf, not the event: of several that tell of low stock, one orders more."""
+    """Order more if the row shows low stock. Of several events, only the first one orders."""
     low = Product.objects.filter(pk=event.payload["pk"], stock__lt=LOW_STOCK)
     if low.update(stock=F("stock") + SUPPLY):
         Restock.objects.create(product_id=event.payload["pk"], quantity=SUPPLY)
@@ -116,7 +119,7 @@ schedule("shop.closed", name="nightly report", cron="0 3 * * *")
 
 @handler("shop.closed", name="shop.close_the_day")
 def close_the_day(event):
-    """Yesterday's figures. Run twice, it writes the same report again."""
+    """Write the report of yesterday. A second run writes the same report again."""
     yesterday = timezone.localdate(event.created_at) - timedelta(days=1)
     figures = Order.objects.filter(placed_at__date=yesterday).aggregate(
         orders=Count("pk"), takings=Sum("total", default=0)

@@ -1,4 +1,4 @@
-"""What the shop keeps: products, orders, and what became of them."""
+"""The models of the shop: products, orders, and their shipments."""
 
 from django.db import models
 from django.urls import reverse
@@ -11,10 +11,10 @@ class Product(models.Model):
         max_length=100, default="shop/products/parcel.svg", help_text="A static file."
     )
     price = models.DecimalField(max_digits=8, decimal_places=2)
-    # May fall below zero: those are promised to customers and on their way from the supplier.
+    # A negative number means that sold pieces have to be ordered from the supplier.
     stock = models.IntegerField()
 
-    # The bridge in apps.py tells of changes; this queryset sees to it that update() does too.
+    # The bridge in apps.py publishes changes; with this queryset, update() publishes them too.
     objects = BridgedQuerySet.as_manager()
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class PriceChange(models.Model):
 
 
 class Restock(models.Model):
-    """The supplier filled the shelf."""
+    """A delivery of the supplier."""
 
     product = models.ForeignKey(Product, on_delete=models.CASCADE, related_name="restocks")
     quantity = models.PositiveSmallIntegerField()
@@ -56,7 +56,7 @@ class OrderStatus(models.TextChoices):
 class Order(models.Model):
     product = models.ForeignKey(Product, on_delete=models.PROTECT)
     quantity = models.PositiveSmallIntegerField(default=1)
-    # As it was when the customer agreed to it.
+    # The price at the time of the order.
     total = models.DecimalField(max_digits=8, decimal_places=2)
     email = models.EmailField()
     card = models.CharField(max_length=32, choices=Card, default=Card.GOOD)
@@ -81,7 +81,7 @@ class Order(models.Model):
 
 
 class Shipment(models.Model):
-    # One to one: a second shipment of an order would be an error, not a surprise at the customer's.
+    # One to one: the database refuses a second shipment of an order.
     order = models.OneToOneField(Order, on_delete=models.PROTECT)
     shipped_at = models.DateTimeField(auto_now_add=True)
 
@@ -99,7 +99,7 @@ class DailyReport(models.Model):
 
 
 class Step(models.Model):
-    """One attempt of one handler at one event of an order, for the timeline of the storefront."""
+    """One attempt of a handler to handle an event of an order, shown in the timeline."""
 
     class Outcome(models.TextChoices):
         DONE = "done", "done"
@@ -120,11 +120,11 @@ class Step(models.Model):
 
     @property
     def name(self) -> str:
-        """As in the code: without the app it belongs to."""
+        """Return the name of the handler without its app."""
         return self.handler.rpartition(".")[2]
 
     @property
     def after(self) -> str:
-        """How long after the order."""
+        """Return the time since the order."""
         seconds = (self.at - self.order.placed_at).total_seconds()
         return f"{seconds:.2f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

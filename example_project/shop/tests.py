@@ -1,5 +1,5 @@
-"""What the shop promises, tested with ``django_eventbus.testing``: the same handlers, retries and
-dead letters as in a worker, in the transaction of the test."""
+"""Tests of the shop with ``django_eventbus.testing``: the same handlers, retries and dead letters
+as in a worker, in the transaction of the test."""
 
 from datetime import date, timedelta
 from decimal import Decimal
@@ -18,7 +18,7 @@ from shop.models import Card, DailyReport, Order, OrderStatus, PriceChange, Prod
 
 
 class ShopTestCase(EventBusTestMixin, TestCase):
-    """The provider answers at once and always, unless a test breaks it; the partner listens."""
+    """The provider responds at once, unless a test breaks it; the partner records calls."""
 
     def setUp(self):
         self.replace(payments, "TROUBLE", 0)
@@ -95,7 +95,7 @@ class AnOrder(ShopTestCase):
         self.product.refresh_from_db()
         assert self.product.stock == 98  # reserved once
         assert Shipment.objects.filter(order=order).exists()
-        self.assertNotContains(self.client.get(order.get_absolute_url()), "needs you")
+        self.assertNotContains(self.client.get(order.get_absolute_url()), "needs your attention")
 
 
 class BrokenPayments(ShopTestCase):
@@ -134,7 +134,7 @@ class BrokenPayments(ShopTestCase):
         drain(raise_errors=False)
         assert [each.state for each in breakers.list()] == ["open"]
         page = self.client.get(reverse("now"))
-        self.assertContains(page, "nobody is charged")
+        self.assertContains(page, "no card is charged")
         self.assertContains(page, "waiting")
 
 

@@ -1,7 +1,7 @@
-"""What each order's events do, as the bus tells it by its signals.
+"""The timeline of each order, recorded from the signals of the bus.
 
-The workers send them when the facts are committed. A timeline is for looking at: should a worker
-be killed right then, a step is missing here, and nowhere else.
+Workers send these signals after the commit. If a worker is killed between the commit and the
+signal, a step is missing in the timeline. No event and no handler is affected.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def _note(event: Any, **step: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Story:
-    """How an order stands, and what its events have done so far."""
+    """The state of an order, and the steps of its events so far."""
 
     order: Order
     state: str
-    # Why it has ended among the dead letters; empty if it has not.
+    # The error of its dead letter; empty if there is none.
     reason: str
     steps: list[Step]
 
     @property
     def by_event(self) -> dict[str, list[Step]]:
-        """Of each event the last step of each of its handlers."""
+        """Return the last step of each handler of each event."""
         events: dict[str, dict[str, Step]] = {}
         for step in self.steps:
             events.setdefault(step.event_type, {})[step.handler] = step

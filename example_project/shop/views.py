@@ -1,4 +1,4 @@
-"""The storefront, the page of an order, and the place where events begin."""
+"""The storefront and the page of an order. Events are published here."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def storefront(request: HttpRequest) -> HttpResponse:
 
 
 def now(request: HttpRequest) -> HttpResponse:
-    """How things stand; the storefront fetches it every second."""
+    """Return the state of the shop; the storefront fetches it every second."""
     return render(request, "shop/now.html", now_context())
 
 
@@ -46,7 +46,7 @@ def order_page(request: HttpRequest, pk: int) -> HttpResponse:
 
 
 def order_story(request: HttpRequest, pk: int) -> HttpResponse:
-    """What its events do; the page of the order fetches it every second."""
+    """Return the steps of the events of an order; its page fetches them every second."""
     return render(request, "shop/story.html", order_context(pk))
 
 
@@ -84,7 +84,7 @@ def order_context(pk: int) -> dict[str, Any]:
 
 
 def dead_letters_url() -> str:
-    """Their page in the admin, unless the project has taken it away."""
+    """Return the URL of the list of dead letters, or of the admin's index if there is no list."""
     try:
         return reverse("admin:django_eventbus_deadevent_changelist")
     except NoReverseMatch:

@@ -11,20 +11,20 @@ MODELS = (
     "queuedevent",
     "eventlane",
     "eventworker",
-    "eventgate",
+    "flowcontrol",
     "eventschedule",
-    "eventminute",
+    "minutestatistics",
 )
 VIEW = tuple(f"view_{model}" for model in MODELS)
 
-#: Who there is, and what they may do.
+#: The roles and their permissions.
 ROLES = {
     "stranger": (),
     "viewer": VIEW,
     "retrier": (*VIEW, "retry_deadevent"),
     "editor": (*VIEW, "edit_deadevent", "view_payload_eventlog"),
     "purger": (*VIEW, "purge_deadevent"),
-    "pauser": (*VIEW, "pause_eventgate"),
+    "pauser": (*VIEW, "pause_flowcontrol"),
     "planner": (*VIEW, "add_eventschedule", "change_eventschedule", "delete_eventschedule"),
     "chief": None,
 }
@@ -54,5 +54,5 @@ def chief(client_of):
 
 
 def url(name, *args, query=""):
-    """``deadevent_changelist`` and the like."""
+    """Reverse an admin URL, for example ``deadevent_changelist``."""
     return reverse(f"admin:django_eventbus_{name}", args=args) + query

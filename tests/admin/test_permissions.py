@@ -1,6 +1,6 @@
-"""Who may do what, tried by forged requests: what a page offers is no evidence.
+"""The permission of every action, tested by forged requests and not by what a page offers.
 
-S02 to S06 of the requirements the bus was built to.
+S02 to S06 are numbers in the list of security requirements.
 """
 
 from contextlib import contextmanager
@@ -14,15 +14,15 @@ from django.contrib.auth.models import User
 from django.db import connection, transaction
 from django.test import Client
 
-from django_eventbus import gates, publish, queued
-from django_eventbus.admin.dead import DeadEventAdminMixin
+from django_eventbus import pauses, publish, queued
+from django_eventbus.admin.dead_letters import DeadEventAdminMixin
 from django_eventbus.models import (
     DeadEvent,
-    EventGate,
     EventLane,
     EventLog,
     EventSchedule,
     EventWorker,
+    FlowControl,
     QueuedEvent,
 )
 from django_eventbus.store import store_for
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.django_db,
     pytest.mark.skipif(
         connection.vendor != "sqlite",
-        reason="rights are no matter of the database",
+        reason="permissions do not depend on the database",
     ),
 ]
 
@@ -76,12 +76,12 @@ CHANGED = [
     ("eventworker_add", {}, set()),
     ("eventworker_change", {"host": "forged"}, set()),
     ("eventworker_delete", {"post": "yes"}, set()),
-    ("eventgate_changelist", {"action": "resume"}, {"pauser", "chief"}),
-    ("eventgate_changelist", {"action": "reset_breaker"}, {"pauser", "chief"}),
-    ("eventgate_pause", {"what": "queue:default"}, {"pauser", "chief"}),
-    ("eventgate_add", {}, set()),
-    ("eventgate_change", {"name": "forged"}, set()),
-    ("eventgate_delete", {"post": "yes"}, set()),
+    ("flowcontrol_changelist", {"action": "resume"}, {"pauser", "chief"}),
+    ("flowcontrol_changelist", {"action": "reset_breaker"}, {"pauser", "chief"}),
+    ("flowcontrol_pause", {"what": "queue:default"}, {"pauser", "chief"}),
+    ("flowcontrol_add", {}, set()),
+    ("flowcontrol_change", {"name": "forged"}, set()),
+    ("flowcontrol_delete", {"post": "yes"}, set()),
     ("eventschedule_changelist", {"action": "enable"}, {"planner", "chief"}),
     ("eventschedule_changelist", {"action": "disable"}, {"planner", "chief"}),
     ("eventschedule_changelist", {"action": "run_now"}, {"planner", "chief"}),
@@ -108,14 +108,14 @@ SEEN = [
     ("queuedevent_bulk:cancel", {"purger", "chief"}),
     *(
         (f"{model}_{view}", EVERYBODY)
-        for model in ("eventlane", "eventworker", "eventgate", "eventschedule")
+        for model in ("eventlane", "eventworker", "flowcontrol", "eventschedule")
         for view in ("changelist", "change", "history")
     ),
-    ("eventgate_pause", {"pauser", "chief"}),
+    ("flowcontrol_pause", {"pauser", "chief"}),
     ("eventschedule_add", {"planner", "chief"}),
     ("eventschedule_delete", {"planner", "chief"}),
-    ("eventminute_changelist", EVERYBODY),
-    ("eventminute_figures", EVERYBODY),
+    ("minutestatistics_changelist", EVERYBODY),
+    ("minutestatistics_statistics", EVERYBODY),
 ]
 
 
@@ -126,7 +126,7 @@ def rows():
     waiting = publish("waiting", 7, delay=3600)
     now = store_for().read_clock()
     ours = {"namespace": "default"}
-    gates.pause(type="mail.*")
+    pauses.pause(type="mail.*")
     return {
         "deadevent": letter,
         "eventlog": letter,
@@ -135,7 +135,7 @@ def rows():
         "eventworker": EventWorker.objects.create(
             **ours, host="web", pid=1, queues=["default"], expires_at=now
         ),
-        "eventgate": EventGate.objects.get(),
+        "flowcontrol": FlowControl.objects.get(),
         "eventschedule": EventSchedule.objects.create(name="nightly", type="x", cron="0 6 * * *"),
     }
 
@@ -152,12 +152,12 @@ def address(name, rows):
 
 
 def everything():
-    """All there is to change, as it is."""
-    models = (QueuedEvent, EventLog, EventLane, EventWorker, EventGate, EventSchedule, LogEntry)
+    """All rows that an action could change."""
+    models = (QueuedEvent, EventLog, EventLane, EventWorker, FlowControl, EventSchedule, LogEntry)
     return [list(model.objects.order_by("pk").values()) for model in models]
 
 
-def test_every_address_is_tried():
+def test_every_url_is_tested():
     tried = {name.partition(":")[0] for name, *_ in [*CHANGED, *SEEN]}
     pages = [page for model, page in site._registry.items() if model in APP.get_models()]
     assert len(pages) == len(MODELS)
@@ -166,8 +166,8 @@ def test_every_address_is_tried():
 
 
 @contextmanager
-def taken_back():
-    """Whatever one does, the next finds all as it was."""
+def rolled_back():
+    """Roll back, so that each role starts with the same rows."""
     with transaction.atomic():
         yield
         transaction.set_rollback(True)
@@ -176,7 +176,7 @@ def taken_back():
 @pytest.mark.parametrize(("name", "data", "allowed"), CHANGED)
 def test_a_forged_request_changes_nothing_without_permission(client_of, rows, name, data, allowed):
     for role in ROLES:
-        with taken_back():
+        with rolled_back():
             forge(client_of(role), role, rows, name, data, allowed)
 
 
@@ -204,7 +204,7 @@ def forge(client, role, rows, name, data, allowed):
 
 
 @pytest.mark.parametrize(("name", "allowed"), SEEN)
-def test_a_page_is_shown_to_those_who_may_see_it(client_of, rows, name, allowed):
+def test_a_page_needs_its_permission(client_of, rows, name, allowed):
     before = everything()
     for role in ROLES:
         response = client_of(role).get(address(name, rows))
@@ -231,7 +231,7 @@ def test_nothing_changes_without_a_csrf_token(client_of, rows, name, data, _allo
 
 
 @pytest.mark.parametrize(("name", "data", "_allowed"), CHANGED)
-def test_outsiders_are_asked_to_log_in(rows, name, data, _allowed):
+def test_anonymous_users_are_redirected_to_the_login(rows, name, data, _allowed):
     customer = User.objects.create_user("customer", password="x")
     client = Client()
     for log_in in (lambda: None, lambda: client.force_login(customer)):
@@ -241,7 +241,7 @@ def test_outsiders_are_asked_to_log_in(rows, name, data, _allowed):
         assert everything() == before
 
 
-def test_payloads_are_shown_only_to_those_who_may_see_them(client_of):
+def test_payloads_need_their_permission(client_of):
     letter = dead_letter(payload={"color": "mauve"}, headers={"tenant": "vermilion"})
     EventLog.objects.update(
         edits=[{"at": "2026-01-01T00:00:00+00:00", "by": "x", "payload": "ochre"}]
@@ -252,7 +252,7 @@ def test_payloads_are_shown_only_to_those_who_may_see_them(client_of):
             assert (secret in page) is sees
 
 
-def test_what_somebody_may_not_see_is_not_even_read(client_of, django_assert_max_num_queries):
+def test_a_hidden_payload_is_not_read(client_of, django_assert_max_num_queries):
     letter, client = dead_letter(payload=1), client_of("viewer")
     with django_assert_max_num_queries(14) as queries:
         client.get(url("deadevent_change", letter.pk))
@@ -260,7 +260,7 @@ def test_what_somebody_may_not_see_is_not_even_read(client_of, django_assert_max
 
 
 @pytest.mark.parametrize("role", ["viewer", "purger"])
-def test_nobody_is_offered_what_they_may_not_do(client_of, rows, role):
+def test_pages_offer_only_permitted_actions(client_of, rows, role):
     client = client_of(role)
     pages = ("deadevent_changelist", "deadevent_change", "deadevent_groups")
     for name in (*pages, "queuedevent_changelist", "queuedevent_change"):
@@ -272,8 +272,8 @@ def test_nobody_is_offered_what_they_may_not_do(client_of, rows, role):
             assert "Cancel" not in page
 
 
-def test_an_admin_that_shows_less_lets_less_be_done(client_of, rows, monkeypatch):
-    """S05: a project's own get_queryset() counts for actions and pages too."""
+def test_actions_apply_only_to_rows_that_the_admin_shows(client_of, rows, monkeypatch):
+    """S05: a project's own get_queryset() also limits actions and pages."""
     client = client_of("chief")
     hidden = rows["deadevent"]
     token = client.get(url("deadevent_bulk", "purge")).context["token"]
@@ -309,7 +309,7 @@ def mine_only(monkeypatch):
         narrow(site._registry[model])
 
 
-def test_groups_are_made_of_what_the_admin_shows(client_of, mine_only):
+def test_groups_contain_only_visible_rows(client_of, mine_only):
     """S05."""
     client = client_of("chief")
     for who in ("mine", "mine", "theirs"):
@@ -326,14 +326,14 @@ def test_groups_are_made_of_what_the_admin_shows(client_of, mine_only):
     assert "their.handler" not in page.content.decode()
 
 
-def test_related_events_are_those_the_admin_shows(client_of, mine_only):
+def test_only_related_events_that_the_admin_shows_are_listed(client_of, mine_only):
     """S05."""
     client, letter = client_of("chief"), dead_letter()
     cause, effect = publish("their.cause", delay=60), publish("their.effect", delay=60)
     EventLog.objects.update(producer="mine", caused_by=cause.event_id)
     QueuedEvent.objects.filter(pk=effect.pk).update(caused_by=letter.event_id)
     page = client.get(url("deadevent_change", letter.pk)).content.decode()
-    assert "not for you to see" in page
+    assert "that you may not view" in page
     assert "their." not in page
     QueuedEvent.objects.update(producer="mine")
     page = client.get(url("deadevent_change", letter.pk)).content.decode()
@@ -350,7 +350,7 @@ def test_a_retry_can_change_neither_type_nor_payload(client_of):
     assert (event.type, event.payload, event.key) == (letter.type, 7, None)
 
 
-def test_a_cancelled_event_is_written_down_with_its_name(client_of):
+def test_the_history_names_a_cancelled_event(client_of):
     client = client_of("purger")
     event = publish("waiting", 7, delay=3600)
     token = client.get(url("queuedevent_bulk", "cancel")).context["token"]

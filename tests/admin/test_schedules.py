@@ -1,4 +1,4 @@
-"""Schedules in the admin: made, changed, switched, run."""
+"""Schedules in the admin: add, change, enable, disable, run."""
 
 from datetime import timedelta
 
@@ -10,7 +10,7 @@ from django.test.utils import CaptureQueriesContext
 from django_eventbus import schedule, schedules
 from django_eventbus.models import EventSchedule, QueuedEvent, ScheduleOrigin
 from django_eventbus.store import store_for
-from tests.admin.people import at_the_door
+from tests.admin.people import client_with
 
 pytestmark = pytest.mark.django_db
 
@@ -32,12 +32,12 @@ GIVEN = {
 
 @pytest.fixture
 def keeper():
-    return at_the_door(*ALL, "view_payload_eventlog", name="keeper")
+    return client_with(*ALL, "view_payload_eventlog", name="keeper")
 
 
 @pytest.fixture
 def viewer():
-    return at_the_door("view_eventschedule", name="viewer")
+    return client_with("view_eventschedule", name="viewer")
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def nightly():
 
 @pytest.fixture
 def declared():
-    """One that code declares, as a worker has written it."""
+    """A schedule that code declares, with the row that a worker inserts."""
     schedule("tidy", cron="*/5 * * * *")
-    schedules.synchronise(store_for())
+    schedules.synchronize(store_for())
     return EventSchedule.objects.get(name="tidy")
 
 
@@ -60,7 +60,7 @@ def act(client, action, *rows):
     return client.post(SCHEDULES, chosen, follow=True)
 
 
-def said(answer):
+def messages_in(answer):
     return [str(each) for each in answer.context["messages"]]
 
 
@@ -68,7 +68,7 @@ def shown(client, url):
     return client.get(url).content.decode()
 
 
-def test_m14_a_schedule_is_made_by_hand(keeper):
+def test_m14_an_operator_adds_a_schedule(keeper):
     answer = keeper.post(ADD, GIVEN)
     assert answer.status_code == 302, answer.context["adminform"].form.errors
     made = EventSchedule.objects.get()
@@ -86,21 +86,21 @@ def test_m14_a_schedule_is_made_by_hand(keeper):
     ("field", "value"),
     [("cron", "0 25 * * *"), ("tz", "Berlin"), ("queue", "nowhere"), ("type", "")],
 )
-def test_one_that_could_not_fire_is_refused_at_its_field(keeper, field, value):
+def test_a_schedule_that_cannot_fire_is_refused_with_an_error_at_its_field(keeper, field, value):
     answer = keeper.post(ADD, {**GIVEN, field: value})
     assert answer.status_code == 200
     assert field in answer.context["adminform"].form.errors
     assert not EventSchedule.objects.exists()
 
 
-def test_a_schedule_is_changed_and_told_in_words(keeper, nightly):
+def test_a_schedule_is_changed_and_described(keeper, nightly):
     keeper.post(f"{SCHEDULES}{nightly.pk}/change/", {**GIVEN, "cron": "30 7 * * *"})
     page = shown(keeper, f"{SCHEDULES}{nightly.pk}/change/")
     assert "at 07:30 every day" in page
     assert "next: " in page
 
 
-def test_the_list_tells_when_each_runs_next(viewer, nightly, declared):
+def test_the_list_shows_the_next_runs(viewer, nightly, declared):
     EventSchedule.objects.filter(pk=nightly.pk).update(enabled=False)
     page = shown(viewer, SCHEDULES)
     assert "every fifth minute of every hour" in page
@@ -108,18 +108,18 @@ def test_the_list_tells_when_each_runs_next(viewer, nightly, declared):
     assert "declared in code" in page
 
 
-def test_one_that_should_have_run_is_overdue(viewer, nightly, store):
+def test_a_schedule_that_should_have_run_is_overdue(viewer, nightly, store):
     EventSchedule.objects.update(next_at=store.read_clock() - timedelta(minutes=12))
     assert "overdue for 12 min" in shown(viewer, SCHEDULES)
 
 
-def test_a_row_that_nobody_can_read_does_not_break_the_list(viewer, nightly):
+def test_an_invalid_row_does_not_break_the_list(viewer, nightly):
     EventSchedule.objects.update(cron="rubbish", tz="Nowhere")
     assert viewer.get(SCHEDULES).status_code == 200
     assert viewer.get(f"{SCHEDULES}{nightly.pk}/change/").status_code == 200
 
 
-def test_what_code_declares_is_switched_here_and_changed_there(keeper, declared):
+def test_a_declared_schedule_can_only_be_enabled_and_disabled(keeper, declared):
     url = f"{SCHEDULES}{declared.pk}/change/"
     assert 'name="cron"' not in shown(keeper, url)
     keeper.post(url, {**GIVEN, "enabled": ""})
@@ -129,37 +129,41 @@ def test_what_code_declares_is_switched_here_and_changed_there(keeper, declared)
     assert EventSchedule.objects.filter(pk=declared.pk).exists()
 
 
-def test_one_that_was_made_here_is_deleted_here(keeper, nightly):
+def test_a_schedule_added_in_the_admin_can_be_deleted(keeper, nightly):
     keeper.post(f"{SCHEDULES}{nightly.pk}/delete/", {"post": "yes"})
     assert not EventSchedule.objects.exists()
     assert LogEntry.objects.get().object_repr == "nightly"
 
 
-def test_many_are_not_deleted_at_once(keeper, nightly):
+def test_schedules_cannot_be_deleted_in_bulk(keeper, nightly):
     assert act(keeper, "delete_selected", nightly).status_code == 403
     assert EventSchedule.objects.exists()
 
 
 def test_schedules_are_disabled_and_enabled(keeper, nightly, declared):
-    assert said(act(keeper, "disable", nightly, declared)) == ["2 schedules were disabled."]
+    assert messages_in(act(keeper, "disable", nightly, declared)) == ["Disabled 2 schedules."]
     assert not EventSchedule.objects.filter(enabled=True).exists()
-    assert said(act(keeper, "enable", nightly)) == ["1 schedule was enabled."]
+    assert messages_in(act(keeper, "enable", nightly)) == ["Enabled 1 schedule."]
     assert EventSchedule.objects.get(enabled=True) == nightly
-    told = list(LogEntry.objects.order_by("pk").values_list("object_repr", "change_message"))
-    assert sorted(told) == [("nightly", "disabled"), ("nightly", "enabled"), ("tidy", "disabled")]
+    entries = list(LogEntry.objects.order_by("pk").values_list("object_repr", "change_message"))
+    assert sorted(entries) == [
+        ("nightly", "disabled"),
+        ("nightly", "enabled"),
+        ("tidy", "disabled"),
+    ]
 
 
 def test_a_schedule_is_run_now(keeper, nightly):
-    assert said(act(keeper, "run_now", nightly)) == ["1 event was published."]
+    assert messages_in(act(keeper, "run_now", nightly)) == ["Published 1 event."]
     assert QueuedEvent.objects.get().payload == {"a": "b"}
-    assert LogEntry.objects.get().change_message == "run by hand"
+    assert LogEntry.objects.get().change_message == "run manually"
 
 
-def test_the_payload_is_for_those_who_may_see_payloads(nightly):
+def test_the_payload_needs_its_permission(nightly):
     nightly.payload = {"token": "hush-hush"}
     nightly.save()
     url = f"{SCHEDULES}{nightly.pk}/change/"
-    editor = at_the_door(*ALL, name="editor")
+    editor = client_with(*ALL, name="editor")
     assert "hush-hush" not in shown(editor, url)
     editor.post(url, {**GIVEN, "payload": '"forged"'})
     nightly.refresh_from_db()
@@ -167,9 +171,9 @@ def test_the_payload_is_for_those_who_may_see_payloads(nightly):
     assert nightly.tz == "Europe/Berlin"
 
 
-def test_secrets_are_shown_only_to_those_who_change_them(keeper, nightly):
+def test_only_the_form_shows_secrets(keeper, nightly):
     EventSchedule.objects.update(payload={"token": "hush-hush", "n": 7}, headers={"cookie": "c00k"})
-    reader = at_the_door("view_eventschedule", "view_payload_eventlog", name="reader")
+    reader = client_with("view_eventschedule", "view_payload_eventlog", name="reader")
     url = f"{SCHEDULES}{nightly.pk}/change/"
     page = shown(reader, url)
     assert "&quot;n&quot;: 7" in page
@@ -185,7 +189,7 @@ def test_secrets_are_shown_only_to_those_who_change_them(keeper, nightly):
     "rights", [(), ("view_eventschedule",), ("view_eventschedule", "add_eventschedule")]
 )
 def test_forged_posts_change_nothing_without_the_permission(nightly, action, rights):
-    answer = act(at_the_door(*rights), action, nightly)
+    answer = act(client_with(*rights), action, nightly)
     assert answer.status_code == 403
     unchanged = EventSchedule.objects.get()
     assert unchanged.enabled
@@ -194,14 +198,14 @@ def test_forged_posts_change_nothing_without_the_permission(nightly, action, rig
 
 
 @pytest.mark.parametrize("url", [ADD, f"{SCHEDULES}1/change/", f"{SCHEDULES}1/delete/"])
-def test_forms_are_for_those_who_may_use_them(viewer, nightly, url):
+def test_forms_need_their_permission(viewer, nightly, url):
     EventSchedule.objects.filter(pk=nightly.pk).update(id=1)
     assert viewer.post(url, GIVEN).status_code == 403
     assert EventSchedule.objects.get().cron == "0 6 * * *"
 
 
-def test_posts_need_a_token(nightly):
-    client = at_the_door(*ALL, strict=True)
+def test_posts_need_a_csrf_token(nightly):
+    client = client_with(*ALL, strict=True)
     assert act(client, "disable", nightly).status_code == 403
     assert EventSchedule.objects.get().enabled
 
@@ -216,7 +220,7 @@ def test_hostile_text_is_shown_as_text(keeper):
         assert "<img src=x" not in page
 
 
-def test_a_list_costs_the_same_however_long_it_is(viewer, nightly):
+def test_the_number_of_queries_does_not_grow_with_the_list(viewer, nightly):
     with CaptureQueriesContext(connection) as few:
         viewer.get(SCHEDULES)
     for number in range(20):

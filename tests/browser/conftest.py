@@ -15,8 +15,8 @@ from django.test import Client
 SETTINGS = "tests.browser.settings"
 collect_ignore_glob = [] if settings.SETTINGS_MODULE == SETTINGS else ["*.py"]
 
-#: What a policy blocks, said where everything else is said.
-TELL_VIOLATIONS = """
+#: Logs the violations of the policy to the console, which the tests check.
+LOG_VIOLATIONS = """
 document.addEventListener("securitypolicyviolation", event =>
     console.error(`policy: ${event.violatedDirective} ${event.blockedURI} ${event.sourceFile}`));
 """
@@ -46,12 +46,12 @@ def base_url(live_server):
 
 @pytest.fixture(autouse=True)
 def own_handlers():
-    """The server knows the handlers of this app, as its workers do."""
+    """Register the handlers of this app in the server process."""
 
 
 @pytest.fixture
 def work(start_worker):
-    """Have a worker process handle all that is ready."""
+    """Run a worker process until no event is ready."""
 
     def run():
         worker = start_worker("--drain", env={"DJANGO_SETTINGS_MODULE": SETTINGS})
@@ -67,8 +67,11 @@ def chief(transactional_db):
 
 @pytest.fixture
 def browse(new_context, live_server):
-    """Open a page as somebody. Whatever the browser complains of fails the test: errors on its
-    console, what the policy blocks, requests to anywhere else."""
+    """Open a page as a user.
+
+    The test fails if the browser logs an error, the policy blocks something, or a page sends a
+    request to another origin.
+    """
     complaints = []
 
     def note_message(message):
@@ -83,7 +86,7 @@ def browse(new_context, live_server):
     def open_page(user, url, **options):
         context = new_context(**options)
         context.add_cookies([session_of(user, live_server.url)])
-        context.add_init_script(TELL_VIOLATIONS)
+        context.add_init_script(LOG_VIOLATIONS)
         context.on("console", note_message)
         context.on("weberror", lambda error: complaints.append(f"raised: {error.error}"))
         context.on("request", note_request)

@@ -1,4 +1,4 @@
-"""A shop. What goes wrong in it, the payloads say."""
+"""Handlers of a shop. The payload decides whether they fail."""
 
 from django_eventbus import handler, publish
 
@@ -6,7 +6,7 @@ AT_ONCE = {"max_retries": 2, "base_delay": 0}
 
 
 class CardDeclined(Exception):
-    __module__ = "payments"  # as it would be called in a project
+    __module__ = "payments"  # The module that it would have in a project.
 
 
 @handler("order.placed", name="stock.reserve")

@@ -1,17 +1,17 @@
-"""A shop on an ordinary bad day, for pages that are looked at."""
+"""Data for accessibility tests and screenshots: a shop with failed events."""
 
 import random
 from datetime import timedelta
 
-from django_eventbus import gates, publish, publish_many
-from django_eventbus.models import DeadEvent, EventLog, EventMinute, EventWorker
+from django_eventbus import pauses, publish, publish_many
+from django_eventbus.models import DeadEvent, EventLog, EventWorker, MinuteStatistics
 from django_eventbus.store import store_for
 
 HANDLERS = {"billing.charge": 40, "stock.reserve": 40, "mail.send": 25, "stock.pack": 30}
 
 
 def set_the_scene(work):
-    """Receipts that could not be sent, declined cards, an hour of work, and things that wait."""
+    """Create failed receipts, declined cards, an hour of statistics and waiting events."""
     publish_many((("mail.receipt", {"order": n}) for n in range(37)), queue="mail")
     for number, card in enumerate(("expired", "stolen", "valid", "expired"), start=1041):
         publish(
@@ -25,7 +25,7 @@ def set_the_scene(work):
     orders = ({"order": number, "card": "valid"} for number in range(2000, 2012))
     publish_many((("order.placed", order) for order in orders), key=key_of)
     publish("stock.counted", delay=3600)
-    gates.pause(queue="mail", reason="the mail server is down", by="chief")
+    pauses.pause(queue="mail", reason="the mail server is down", by="chief")
 
 
 def key_of(item):
@@ -42,7 +42,7 @@ def _spread_over_the_morning():
 
 def _work_for_an_hour():
     now = store_for().read_clock()
-    EventMinute.objects.all().delete()
+    MinuteStatistics.objects.all().delete()
     worker = EventWorker.objects.create(
         namespace="default",
         host="web-1",
@@ -62,7 +62,7 @@ def _work_for_an_hour():
             slow = draw.randint(0, done // (2 if outage else 12))
             failing = outage and handler in ("", "mail.send")
             rows.append(
-                EventMinute(
+                MinuteStatistics(
                     namespace="default",
                     minute=when,
                     worker_id=worker.pk,
@@ -75,4 +75,4 @@ def _work_for_an_hour():
                     up_to_300ms=slow,
                 )
             )
-    EventMinute.objects.bulk_create(rows)
+    MinuteStatistics.objects.bulk_create(rows)

@@ -1,4 +1,4 @@
-"""The pictures of the documentation: ``make screenshots``."""
+"""The screenshots of the documentation: ``make screenshots``."""
 
 import io
 from pathlib import Path
@@ -13,10 +13,10 @@ SHOWN = {
     "overview": "overview",
     "dead letters": "dead-letters",
     "groups": "groups",
-    "story": "story",
+    "event": "story",
     "confirmation": "confirmation",
 }
-WHOLE = ("overview", "story")
+WHOLE = ("overview", "event")
 FILTERS = {"confirmation": "?handler=mail.send&queue=mail"}
 
 
@@ -30,7 +30,7 @@ def test_take(browse, chief, urls, scheme):  # noqa: F811
 
 
 def save(picture, path):
-    """Pages have few colours: a palette of them takes a third of the space."""
+    """Save with a palette: the pages have few colours, and the file gets three times smaller."""
     path.parent.mkdir(exist_ok=True)
     colours = Image.open(io.BytesIO(picture)).convert("RGB")
     colours.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)

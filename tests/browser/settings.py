@@ -10,14 +10,14 @@ from tests.settings import INSTALLED_APPS, MIDDLEWARE, ROOT_URLCONF
 # to Django.
 os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"] = "1"
 
-# The apps of other tests have handlers, which would stand among ours.
+# The apps of other tests register handlers, which would appear on the pages.
 INSTALLED_APPS = [
     *(app for app in INSTALLED_APPS if not app.startswith("tests.")),
     "django.contrib.staticfiles",
     "tests.browser",
 ]
 TIME_ZONE = "UTC"
-ROOT_URLCONF = ROOT_URLCONF and "tests.browser.urls"  # a worker has no pages
+ROOT_URLCONF = ROOT_URLCONF and "tests.browser.urls"  # A worker process serves no pages.
 
 try:
     from django.utils.csp import CSP

@@ -1,4 +1,4 @@
-"""The overview refreshes itself while somebody looks at it."""
+"""The overview refreshes itself while it is visible."""
 
 import re
 import uuid
@@ -9,20 +9,20 @@ from playwright.sync_api import expect
 
 from django_eventbus import publish
 from django_eventbus.admin.overview import REFRESH_SECONDS
-from django_eventbus.models import EventMinute
+from django_eventbus.models import MinuteStatistics
 from django_eventbus.store import store_for
 
-OVERVIEW = reverse("admin:django_eventbus_eventminute_changelist")
-FIGURES = reverse("admin:django_eventbus_eventminute_figures")
+OVERVIEW = reverse("admin:django_eventbus_minutestatistics_changelist")
+STATISTICS = reverse("admin:django_eventbus_minutestatistics_statistics")
 
 
 @pytest.fixture
 def overview(browse, chief):
-    """The page at a clock that only moves when it is told to, and what it fetches."""
+    """The page with a simulated clock, and the requests that it sends."""
     page = browse(chief, reverse("admin:index"))
     page.clock.install()
     page.fetched = []
-    page.on("request", lambda request: FIGURES in request.url and page.fetched.append(request))
+    page.on("request", lambda request: STATISTICS in request.url and page.fetched.append(request))
     page.goto(OVERVIEW)
     return page
 
@@ -36,7 +36,7 @@ def let_time_pass(page):
     page.clock.run_for(REFRESH_SECONDS * 1000)
 
 
-def test_it_shows_what_has_changed_in_the_meantime(overview):
+def test_the_overview_refreshes_the_statistics(overview):
     expect(tile(overview, "Pending")).to_have_text("0")
     publish("order.placed", {"order": 1, "card": "valid"})
     let_time_pass(overview)
@@ -44,7 +44,7 @@ def test_it_shows_what_has_changed_in_the_meantime(overview):
     expect(overview.get_by_role("status")).to_contain_text("needs attention")
 
 
-def test_a_hidden_page_asks_for_nothing_until_it_is_seen_again(overview):
+def test_a_hidden_page_does_not_refresh(overview):
     hide(overview, True)
     publish("order.placed", {"order": 1, "card": "valid"})
     for _each in range(3):
@@ -56,7 +56,7 @@ def test_a_hidden_page_asks_for_nothing_until_it_is_seen_again(overview):
 
 
 def hide(page, hidden):
-    """Headless windows cannot be minimised: the page is told, as the browser would tell it."""
+    """Send the event of a hidden page: headless windows cannot be minimised."""
     page.evaluate(
         """hidden => {
             Object.defineProperty(document, "hidden", {value: hidden, configurable: true});
@@ -66,18 +66,18 @@ def hide(page, hidden):
     )
 
 
-def test_it_can_be_paused(overview):
+def test_the_refresh_can_be_paused(overview):
     overview.get_by_role("button", name="Pause refreshing").click()
     let_time_pass(overview)
     assert overview.fetched == []
     publish("order.placed", {"order": 1, "card": "valid"})
-    overview.get_by_role("button", name="Refresh again").click()
+    overview.get_by_role("button", name="Resume refreshing").click()
     expect(tile(overview, "Pending")).to_have_text("1")
 
 
 @pytest.mark.parametrize("stop", ["a[href$='deadevent/']", "summary"])
-def test_the_focus_stays_where_it_is_while_the_figures_change(overview, stop):
-    EventMinute.objects.create(
+def test_a_refresh_keeps_the_focus(overview, stop):
+    MinuteStatistics.objects.create(
         namespace="default",
         minute=store_for().read_clock().replace(second=0, microsecond=0),
         worker_id=uuid.uuid4(),
@@ -93,7 +93,7 @@ def test_the_focus_stays_where_it_is_while_the_figures_change(overview, stop):
     expect(overview.locator(f"#eventbus-live {stop}").first).to_be_focused()
 
 
-def test_a_selection_is_not_taken_away(overview):
+def test_a_selection_prevents_the_refresh(overview):
     overview.evaluate(
         "document.getSelection().selectAllChildren(document.getElementById('eventbus-attention'))"
     )
@@ -101,9 +101,9 @@ def test_a_selection_is_not_taken_away(overview):
     assert overview.fetched == []
 
 
-def test_without_scripts_it_is_a_plain_page(browse, chief):
+def test_without_scripts_the_overview_is_a_plain_page(browse, chief):
     publish("order.placed", {"order": 1, "card": "valid"})
     page = browse(chief, OVERVIEW, java_script_enabled=False)
     expect(tile(page, "Pending")).to_have_text("1")
     expect(page.locator("noscript p")).to_be_visible()
-    expect(page.get_by_role("button", name=re.compile("Pause|Refresh"))).to_have_count(0)
+    expect(page.get_by_role("button", name=re.compile("Pause|Resume"))).to_have_count(0)

@@ -1,4 +1,4 @@
-"""Every page, for people with other eyes and other windows."""
+"""Every page: accessibility, and the width of a small window."""
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -9,7 +9,7 @@ from tests.browser.scene import set_the_scene
 
 PAGES = {
     "app": ("app_list", "django_eventbus"),
-    "overview": ("django_eventbus_eventminute_changelist",),
+    "overview": ("django_eventbus_minutestatistics_changelist",),
     "dead letters": ("django_eventbus_deadevent_changelist",),
     "groups": ("django_eventbus_deadevent_groups",),
     "confirmation": ("django_eventbus_deadevent_bulk", "retry_later"),
@@ -18,14 +18,14 @@ PAGES = {
     "lanes": ("django_eventbus_eventlane_changelist",),
     "workers": ("django_eventbus_eventworker_changelist",),
     "schedules": ("django_eventbus_eventschedule_changelist",),
-    "gates": ("django_eventbus_eventgate_changelist",),
-    "pause": ("django_eventbus_eventgate_pause",),
+    "flow control": ("django_eventbus_flowcontrol_changelist",),
+    "pause": ("django_eventbus_flowcontrol_pause",),
 }
 OF_A_LETTER = {
-    "story": "django_eventbus_deadevent_change",
+    "event": "django_eventbus_deadevent_change",
     "edit": "django_eventbus_deadevent_edit",
 }
-#: What is Django's own on every page: the way to it, and the box of a search.
+#: Parts of every page that come from Django: breadcrumbs and the search box.
 NOT_OURS = {"exclude": [[".breadcrumbs"], ["#searchbar"]]}
 
 
@@ -40,8 +40,8 @@ def urls(work):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_page_has_a_serious_fault_for_people_with_other_eyes(browse, chief, urls, scheme):
-    # What axe does to a page is nothing for a strict policy.
+def test_no_page_has_a_serious_accessibility_violation(browse, chief, urls, scheme):
+    # The policy would block the scripts of axe.
     page = browse(chief, urls["app"], color_scheme=scheme, bypass_csp=True)
     faults = []
     for name, url in urls.items():

@@ -1,8 +1,9 @@
-"""manage.py dead_events: the same dead letters, from a terminal or a script, without a worker."""
+"""manage.py dead_events, in a terminal and in a script."""
 
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -32,7 +33,7 @@ def run(*arguments, stdout=None):
 
 
 def listed(*arguments):
-    """The event ids of a list, as a script gets them."""
+    """The event ids in the JSON output of a list."""
     return [uuid.UUID(each["event_id"]) for each in json.loads(run("list", *arguments, *JSON))]
 
 
@@ -45,7 +46,7 @@ def ago(**period):
 
 @pytest.fixture
 def answer(monkeypatch):
-    """A person at the keyboard, who says this; returns the questions they were asked."""
+    """Simulate a terminal with this answer, and return the prompts."""
     questions = []
 
     def give(word, meanwhile=lambda: None):
@@ -63,7 +64,7 @@ def answer(monkeypatch):
     return give
 
 
-def test_the_table_tells_what_died_when_of_what_and_how_to_name_it():
+def test_the_table_shows_age_handler_error_and_id():
     letter = dead_letter(error=KeyError("stock"), died_at=ago(hours=3, minutes=5))
     header, row = run("list").splitlines()
     assert header.split() == ["died", "type", "handler", "error", "attempts", "event", "id"]
@@ -81,18 +82,22 @@ def test_the_table_tells_what_died_when_of_what_and_how_to_name_it():
 @pytest.mark.parametrize(
     ("period", "age"),
     [
-        ({"seconds": 30}, "30s"),
         ({"minutes": 59}, "59m"),
         ({"hours": 23}, "23h"),
         ({"days": 40}, "40d"),
     ],
 )
-def test_the_age_is_told_in_the_units_that_purge_takes(period, age):
+def test_the_age_has_the_units_that_purge_takes(period, age):
     dead_letter(died_at=ago(**period))
     assert run("list").splitlines()[1].split()[0] == age
 
 
-def test_the_table_tells_the_error_of_the_handler_that_died():
+def test_an_age_below_a_minute_is_in_seconds():
+    dead_letter(died_at=ago(seconds=1))
+    assert re.fullmatch(r"[1-9]\d?s", run("list").splitlines()[1].split()[0])
+
+
+def test_the_table_shows_the_error_of_the_handler_that_died():
     @handler("order.placed", name="shop.ship", retry={"max_retries": 0})
     def die(event):
         raise KeyError("stock")
@@ -109,14 +114,14 @@ def test_the_table_tells_the_error_of_the_handler_that_died():
     assert "KeyError: 'stock'" in row
 
 
-def test_the_newest_dead_are_listed_first_and_one_hundred_of_them():
+def test_the_newest_hundred_dead_letters_are_listed_first():
     """M26."""
     many_dead_letters(101)
     EventLog.objects.filter(payload=50).update(finished_at=ago(days=-1))
     *lines, more = run("list").splitlines()
     assert len(lines) == 1 + 100
     assert str(DeadEvent.objects.get(payload=50).event_id) in lines[1]
-    assert more == "There are more: --offset 100"
+    assert more == "More dead letters: --offset 100"
 
 
 def test_a_page_is_chosen_by_limit_and_offset():
@@ -125,18 +130,18 @@ def test_a_page_is_chosen_by_limit_and_offset():
     EventLog.objects.update(finished_at=ago(hours=1))
     newest_first = ids_of(dead_letters.list())
     assert listed("--limit", 2, "--offset", 1) == newest_first[1:3]
-    assert run("list", "--limit", 2, "--offset", 1).endswith("There are more: --offset 3\n")
-    assert "more" not in run("list", "--limit", 2, "--offset", 3)
+    assert run("list", "--limit", 2, "--offset", 1).endswith("More dead letters: --offset 3\n")
+    assert "More" not in run("list", "--limit", 2, "--offset", 3)
 
 
-def test_an_empty_list_says_what_it_looked_for():
-    assert run("list") == "No dead letters.\n"
+def test_an_empty_list_names_the_filter():
+    assert run("list") == "Found no dead letters.\n"
     assert run("list", "--type", "order.*", "--key", "order:7") == (
-        "No dead letters of type 'order.*' with the key 'order:7'.\n"
+        "Found no dead letters of type 'order.*' with the key 'order:7'.\n"
     )
 
 
-def test_a_script_gets_all_there_is_to_know():
+def test_json_output_has_every_field():
     """M13, M28."""
     handler("order.placed", name="fine")(lambda event: None)
     letter = dead_letter(payload={"order": 7}, key="order:7", headers={"h": 1})
@@ -150,11 +155,11 @@ def test_a_script_gets_all_there_is_to_know():
     assert record["finished_at"][:19] == letter.finished_at.isoformat()[:19]
 
 
-def test_a_script_gets_an_array_even_of_nothing():
+def test_json_output_of_an_empty_list_is_an_array():
     assert json.loads(run("list", *JSON)) == []
 
 
-def test_a_script_gets_no_more_than_the_limit():
+def test_json_output_respects_the_limit():
     many_dead_letters(3)
     assert len(listed("--limit", 2)) == 2
 
@@ -192,7 +197,7 @@ def test_a_table_that_fits_is_not_stretched_or_cut(monkeypatch):
 
 
 def test_a_pipe_gets_the_table_uncut():
-    """What grep is to find must be there."""
+    """A pipe gets complete lines, so that grep finds a text."""
     name = "warehouse.handlers.reserve_stock_for_orders_from_a_far_away_place"
     dead_letter(error=ValueError("a long story " * 10), handler_name=name)
     output = run("list")
@@ -220,19 +225,19 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=" ".join)
-def test_every_filter_chooses_what_is_listed(two_letters, filters):
+def test_every_filter_applies_to_the_list(two_letters, filters):
     assert listed(*filters) == [two_letters[0].event_id]
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=" ".join)
-def test_every_filter_chooses_what_is_retried(two_letters, filters):
-    assert run("retry", *filters).startswith("1 dead letter ")
+def test_every_filter_applies_to_retry(two_letters, filters):
+    assert run("retry", *filters).startswith("Retried 1 dead letter ")
     assert ids_of(QueuedEvent.objects.all()) == [two_letters[0].event_id]
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=" ".join)
-def test_every_filter_chooses_what_is_purged(two_letters, filters):
-    assert run("purge", *filters, "--yes").startswith("1 dead letter ")
+def test_every_filter_applies_to_purge(two_letters, filters):
+    assert run("purge", *filters, "--yes").startswith("Purged 1 dead letter ")
     assert listed() == [two_letters[1].event_id]
 
 
@@ -246,11 +251,11 @@ def test_the_event_id_is_a_filter_of_every_action(two_letters, action):
     assert (chosen.event_id in listed()) == (action == "list")
 
 
-def test_retry_puts_the_named_events_back_and_says_how_many():
+def test_retry_queues_the_named_events_and_reports_their_number():
     """M26: as if new. M15: with their key."""
     first, second, left = (dead_letter(key=f"order:{n}") for n in range(3))
     output = run("retry", first.event_id, second.event_id)
-    assert output == "2 dead letters with the given ids put back into the queue.\n"
+    assert output == "Retried 2 dead letters with the given ids.\n"
     rows = QueuedEvent.objects.order_by("id")
     assert [(row.key, row.status, row.attempts, row.errors) for row in rows] == [
         ("order:0", "PENDING", 0, None),
@@ -259,50 +264,52 @@ def test_retry_puts_the_named_events_back_and_says_how_many():
     assert listed() == [left.event_id]
 
 
-def test_retry_passes_over_ids_that_are_not_dead_and_says_so():
+def test_retry_reports_skipped_ids():
     letter = dead_letter()
     output = run("retry", letter.event_id, letter.event_id, uuid.uuid4())
     assert output == (
-        "1 dead letter with the given ids put back into the queue.\n"
-        "1 of the given ids fit no dead letter (any more).\n"
+        "Retried 1 dead letter with the given ids, "
+        "1 skipped: unknown id, no longer dead, or no match.\n"
     )
 
 
-def test_retry_takes_all_only_if_told_so():
+def test_retry_takes_all_only_with_the_option():
     many_dead_letters(3)
-    with pytest.raises(CommandError, match=r"which dead letters to retry: event ids, .* or --all"):
+    with pytest.raises(
+        CommandError, match=r"Select the dead letters to retry: event ids, .* or --all"
+    ):
         run("retry")
     assert not QueuedEvent.objects.exists()
-    assert run("retry", "--all") == "3 dead letters put back into the queue.\n"
+    assert run("retry", "--all") == "Retried 3 dead letters.\n"
     assert QueuedEvent.objects.count() == 3
 
 
 @pytest.mark.parametrize("action", ["retry", "purge"])
 def test_all_and_a_filter_contradict_each_other(action):
-    with pytest.raises(CommandError, match="Give --all or a selection, not both"):
+    with pytest.raises(CommandError, match="--all cannot be combined with ids or filters"):
         run(action, "--all", "--type", "order.*")
 
 
 def test_a_dry_run_of_retry_only_counts():
     many_dead_letters(3)
     assert run("retry", "--type", "b*", "--dry-run") == (
-        "3 dead letters of type 'b*' would be retried.\n"
+        "Would retry 3 dead letters of type 'b*'.\n"
     )
     assert not QueuedEvent.objects.exists()
 
 
-def test_retrying_nothing_is_no_error():
-    assert run("retry", "--all") == "No dead letters put back into the queue.\n"
+def test_retrying_no_events_is_not_an_error():
+    assert run("retry", "--all") == "Retried no dead letters.\n"
 
 
 @pytest.mark.parametrize("period", ["30d", "720h", "43200m", "30"])
-def test_purge_takes_who_has_been_dead_for_that_long(period):
+def test_purge_deletes_dead_letters_of_that_age(period):
     """M26: by time of death."""
     dead_letter(died_at=ago(days=30, minutes=1))
     younger = dead_letter(died_at=ago(days=29, hours=23))
     output = run("purge", "--older-than", period, "--yes")
-    assert output.startswith("1 dead letter that died by 20")
-    assert output.endswith(" UTC purged.\n")
+    assert output.startswith("Purged 1 dead letter that died before 20")
+    assert output.endswith(" UTC.\n")
     assert listed() == [younger.event_id]
 
 
@@ -321,10 +328,10 @@ def test_purge_asks_with_the_count_and_the_filter_in_words(answer):
     dead_letter(key="order:8", died_at=ago(days=40))
     output = run("purge", "--older-than", "30d", "--type", "order.*", "--key", "order:7")
     (question,) = questions
-    expected = "2 dead letters of type 'order.*' with the key 'order:7' that died by 20"
+    expected = "2 dead letters of type 'order.*' with the key 'order:7' that died before 20"
     assert question.startswith(f"Delete {expected}")
-    assert question.endswith(" UTC for good? [y/N] ")
-    assert output.startswith(expected)
+    assert question.endswith(" UTC permanently? [y/N] ")
+    assert output.startswith(f"Purged {expected}")
     assert [each.key for each in dead_letters.list()] == ["order:8"]
 
 
@@ -332,38 +339,38 @@ def test_purge_asks_with_the_count_and_the_filter_in_words(answer):
 def test_purge_does_nothing_without_a_yes(answer, word):
     answer(word)
     dead_letter()
-    assert run("purge", "--all") == "Nothing was purged.\n"
+    assert run("purge", "--all") == "Not confirmed: purged no dead letters.\n"
     assert len(listed()) == 1
 
 
 @pytest.mark.parametrize("word", ["y", "Y", "yes", " Yes "])
-def test_purge_takes_a_yes_for_a_yes(answer, word):
+def test_purge_accepts_a_yes(answer, word):
     answer(word)
     dead_letter(died_at=ago(hours=1))
-    assert run("purge", "--all").startswith("1 dead letter ")
+    assert run("purge", "--all").startswith("Purged 1 dead letter ")
     assert listed() == []
 
 
-def test_purge_refuses_when_nobody_can_answer(monkeypatch):
+def test_purge_refuses_without_a_terminal(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     dead_letter(died_at=ago(hours=1))
-    with pytest.raises(CommandError, match=r"1 dead letter .* give --yes"):
+    with pytest.raises(CommandError, match=r"1 dead letter .* so there is no prompt: pass --yes"):
         run("purge", "--all")
     assert len(listed()) == 1
 
 
 def test_purge_does_not_ask_when_there_is_nothing_to_purge(answer):
     questions = answer("y")
-    assert run("purge", "--type", "order.*").startswith("No dead letters of type 'order.*'")
+    assert run("purge", "--type", "order.*").startswith("Purged no dead letters of type 'order.*'")
     assert questions == []
 
 
 @pytest.mark.django_db(transaction=True)
-def test_who_dies_while_the_question_is_open_is_not_purged(answer):
+def test_a_dead_letter_that_is_added_during_the_prompt_is_not_purged(answer):
     dead_letter(died_at=ago(hours=1))
     late = []
     answer("y", meanwhile=lambda: late.append(dead_letter()))
-    assert run("purge", "--all").startswith("1 dead letter ")
+    assert run("purge", "--all").startswith("Purged 1 dead letter ")
     assert listed() == ids_of(late)
 
 
@@ -372,18 +379,18 @@ def test_a_dry_run_of_purge_counts_and_does_not_ask(answer):
     many_dead_letters(3)
     EventLog.objects.update(finished_at=ago(hours=1))
     output = run("purge", "--type", "bulk", "--dry-run")
-    assert output.startswith("3 dead letters of type 'bulk' that died by ")
-    assert output.endswith("would be purged.\n")
+    assert output.startswith("Would purge 3 dead letters of type 'bulk' that died before ")
+    assert output.endswith(" UTC.\n")
     assert questions == []
     assert len(listed()) == 3
 
 
-def test_purge_takes_all_only_if_told_so():
+def test_purge_takes_all_only_with_the_option():
     dead_letter(died_at=ago(hours=1))
     with pytest.raises(CommandError, match=r"to purge: --older-than 30d, .* or --all"):
         run("purge", "--yes")
     assert len(listed()) == 1
-    assert run("purge", "--all", "--yes").startswith("1 dead letter ")
+    assert run("purge", "--all", "--yes").startswith("Purged 1 dead letter ")
     assert listed() == []
 
 
@@ -397,13 +404,13 @@ def test_a_terminal_shows_the_progress_of_a_long_run(monkeypatch, arguments, don
     EventLog.objects.update(finished_at=ago(hours=1))
     *steps, last = run(*arguments, stdout=Terminal()).split("\r\x1b[2K")
     assert steps == ["", *(f"{count} of 5 {done} …" for count in (2, 4, 5))]
-    assert last.startswith("5 dead letters ")
+    assert last.startswith(f"{done.capitalize()} 5 dead letters")
 
 
 def test_a_pipe_gets_the_result_and_no_progress(monkeypatch):
     monkeypatch.setattr(dead_letters, "CHUNK", 2)
     many_dead_letters(5)
-    assert run("retry", "--all") == "5 dead letters put back into the queue.\n"
+    assert run("retry", "--all") == "Retried 5 dead letters.\n"
 
 
 @pytest.mark.parametrize(
@@ -417,20 +424,21 @@ def test_a_pipe_gets_the_result_and_no_progress(monkeypatch):
         (["list", "--offset", "-1"], "a number from 0 to"),
         (["list", "--offset", "99999999999999999999"], "a number from 0 to 1000000"),
         (["list", "--format", "xml"], "choose from '?table'?, '?json"),
-        (["list", "--type", "order.*.placed"], r"give a type, or 'order\.\*'"),
-        (["retry", "--type", "*.placed"], r"give a type, or 'order\.\*'"),
+        (["list", "--type", "order.*.placed"], r"pass a type, or a prefix: 'order\.\*'"),
+        (["retry", "--type", "*.placed"], r"pass a type, or a prefix: 'order\.\*'"),
         (["list", "--database", "defautl"], "no database 'defautl'; did you mean 'default'"),
         (["bury"], "choose from '?list'?, '?retry'?, '?purge"),
-        ([], "the following arguments are required: action"),
+        ([], "Name an action: list, retry or purge"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_answered_with_the_right_form(arguments, right):
+def test_invalid_input_is_refused_with_the_valid_form(arguments, right):
     with pytest.raises(CommandError, match=right):
         run(*arguments)
 
 
 @pytest.mark.django_db(transaction=True)
+@pytest.mark.processes
 def test_a_shell_sees_the_same_dead_letters_and_exit_codes():
     letter = dead_letter()
 
@@ -447,7 +455,7 @@ def test_a_shell_sees_the_same_dead_letters_and_exit_codes():
 
     refused = shell("purge", "--all")
     assert refused.returncode != 0
-    assert "give --yes" in refused.stderr
+    assert "pass --yes" in refused.stderr
     done = shell("retry", str(letter.event_id))
     assert (done.returncode, done.stderr) == (0, "")
     assert QueuedEvent.objects.get().event_id == letter.event_id

@@ -12,7 +12,7 @@ from tests.bus import drain
 pytestmark = pytest.mark.django_db
 
 
-def said_by(*arguments):
+def output_of(*arguments):
     output = io.StringIO()
     call_command("event_breakers", *arguments, stdout=output)
     return output.getvalue()
@@ -28,18 +28,20 @@ def open_breaker():
     drain()
 
 
-def test_no_breaker_at_all():
-    assert said_by() == "No handler has a circuit breaker.\n"
-    assert json.loads(said_by("--format", "json")) == []
+def test_no_handler_has_a_breaker():
+    assert output_of() == "No handler has a circuit breaker.\n"
+    assert json.loads(output_of("--format", "json")) == []
 
 
-def test_m30_an_open_breaker_is_seen_and_reset(open_breaker):
-    assert said_by().startswith("pays: open, 3 of 3 calls failed, since ")
-    (record,) = json.loads(said_by("--format", "json"))
+def test_m30_an_open_breaker_is_listed_and_reset(open_breaker):
+    assert output_of().startswith("pays: open, 3 of 3 calls failed, open since ")
+    (record,) = json.loads(output_of("--format", "json"))
     assert (record["handler"], record["state"], record["failures"]) == ("pays", "open", 3)
-    assert said_by("--reset", "pays") == "The circuit breaker of pays is closed.\n"
-    assert said_by("--reset", "pays") == "The circuit breaker of pays was not open.\n"
-    assert said_by() == "pays: closed, 0 of 0 calls failed\n"
+    assert output_of("--reset", "pays") == "Reset the circuit breaker of pays.\n"
+    assert output_of("--reset", "pays") == (
+        "The circuit breaker of pays was not open; nothing changed.\n"
+    )
+    assert output_of() == "pays: closed, 0 of 0 calls failed\n"
     assert breakers.list()[0].state == "closed"
 
 
@@ -50,6 +52,6 @@ def test_m30_an_open_breaker_is_seen_and_reset(open_breaker):
         (["--database", "defautl"], "did you mean 'default'"),
     ],
 )
-def test_a_mistake_is_told_with_what_was_meant(open_breaker, arguments, message):
+def test_an_error_names_a_similar_value(open_breaker, arguments, message):
     with pytest.raises(CommandError, match=message):
-        said_by(*arguments)
+        output_of(*arguments)

@@ -2,18 +2,21 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 from django.core.management import CommandError, call_command
 
 from django_eventbus import RetryPolicy, handler, publish
-from django_eventbus.status import NAMES
+from django_eventbus.status import METRICS
 from tests.bus import drain
 
 pytestmark = pytest.mark.django_db
 
 
-def said_by(*arguments):
+def output_of(*arguments):
     output = io.StringIO()
     call_command("event_status", *arguments, stdout=output)
     return output.getvalue()
@@ -29,61 +32,87 @@ def dead_letter():
     drain()
 
 
-def test_every_figure_has_a_line_and_what_needs_attention_is_said_in_words(dead_letter):
-    said = said_by()
-    assert [line.split()[0] for line in said.splitlines()[: len(NAMES)]] == list(NAMES)
-    assert "- 1 dead in billing.charge: ValueError" in said
+def test_the_table_has_every_metric_and_the_problems(dead_letter):
+    output = output_of()
+    assert [line.split()[0] for line in output.splitlines()[: len(METRICS)]] == list(METRICS)
+    assert "- 1 dead letter in billing.charge: ValueError" in output
 
 
-def test_where_nothing_happened_a_share_is_not_known():
-    assert "failure_rate       -\n" in said_by()
+def test_a_rate_without_events_is_unknown():
+    assert "failure_rate       -\n" in output_of()
 
 
-def test_json_has_the_figures_the_handlers_and_the_findings(dead_letter):
-    told = json.loads(said_by("--format", "json"))
-    assert told["dead"] == 1
-    assert told["handlers"]["billing.charge"]["runs"] == 1
-    assert {each["about"] for each in told["needs_attention"]} == {"workers", "dead"}
-    assert set(NAMES) < set(told)
+def test_json_has_the_metrics_the_handlers_and_the_problems(dead_letter):
+    record = json.loads(output_of("--format", "json"))
+    assert record["dead"] == 1
+    assert record["handlers"]["billing.charge"]["runs"] == 1
+    assert {each["about"] for each in record["needs_attention"]} == {"workers", "dead"}
+    assert set(METRICS) < set(record)
 
 
-def test_m35_a_condition_that_is_met_is_an_exit_code_with_its_reason(dead_letter):
+def test_m35_a_condition_that_is_met_sets_the_exit_code_and_prints_the_reason(dead_letter):
     with pytest.raises(CommandError, match=r"dead is 1 \(dead > 0\)") as caught:
-        said_by("--fail-if", "lag>60, dead>0")
+        output_of("--fail-if", "lag>60, dead>0")
     assert caught.value.returncode == 2
 
 
 @pytest.mark.parametrize(
     "condition", ["dead>1", "dead>=2", "dead<1", "p95>1000", "failure_rate>=101"]
 )
-def test_a_condition_that_is_not_met_is_none(dead_letter, condition):
-    assert "dead" in said_by("--fail-if", condition), "the figures are told all the same"
+def test_a_condition_that_is_not_met_does_not_set_the_exit_code(dead_letter, condition):
+    assert "dead" in output_of("--fail-if", condition), "the metrics are shown too"
 
 
-def test_what_is_not_known_is_no_reason_to_fail():
-    assert "p95" in said_by("--fail-if", "p95>0,failure_rate>=0")
+def test_an_unknown_value_meets_no_condition():
+    assert "p95" in output_of("--fail-if", "p95>0,failure_rate>=0")
 
 
-def test_no_worker_can_be_a_reason():
+def test_a_missing_worker_can_be_a_condition():
     with pytest.raises(CommandError, match="workers is 0"):
-        said_by("--fail-if", "workers<1")
+        output_of("--fail-if", "workers<1")
 
 
 @pytest.mark.parametrize(
     ("conditions", "complaint"),
     [
         ("dad>0", "did you mean 'dead'"),
-        ("dead", "is not like"),
-        ("dead>x", "is not like"),
-        ("", "like"),
+        ("dead", "is not a condition"),
+        ("dead>x", "is not a condition"),
+        ("", "is not a condition"),
     ],
 )
-def test_a_condition_that_makes_no_sense_is_refused_with_another_code(conditions, complaint):
+def test_an_invalid_condition_is_refused_with_another_exit_code(conditions, complaint):
     with pytest.raises(CommandError, match=complaint) as caught:
-        said_by("--fail-if", conditions)
+        output_of("--fail-if", conditions)
     assert caught.value.returncode == 1
+
+
+def shell(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "django", "event_status", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        timeout=60,
+    )
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_mistake_never_ends_with_the_exit_code_of_an_alarm():
+    typo = shell("--fail-if", "deads>0")
+    assert (typo.returncode, typo.stdout) == (1, "")
+    assert "there is no metric 'deads'; did you mean 'dead'?" in typo.stderr
+    assert shell("--formt", "json").returncode == 1
+    assert shell("--format", "xml").returncode == 1
+    assert shell("--help").returncode == 0
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_alarm_has_its_own_exit_code():
+    alarm = shell("--fail-if", "workers<1")
+    assert (alarm.returncode, alarm.stderr) == (2, "CommandError: workers is 0 (workers < 1)\n")
 
 
 def test_an_unknown_database_is_refused():
     with pytest.raises(CommandError, match="there is no database 'defualt'"):
-        said_by("--database", "defualt")
+        output_of("--database", "defualt")

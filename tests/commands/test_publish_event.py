@@ -1,4 +1,4 @@
-"""manage.py publish_event: one event from a shell, refused as publish() would refuse it."""
+"""manage.py publish_event: validated like publish()."""
 
 import io
 import uuid
@@ -22,7 +22,7 @@ def run(*arguments):
     return stdout.getvalue(), stderr.getvalue()
 
 
-def test_an_event_is_published_and_its_id_told():
+def test_an_event_is_published_and_its_id_is_shown():
     handler("order.placed", name="h")(print)
     out, warning = run("order.placed", '{"order_id": 7}')
     event = QueuedEvent.objects.get()
@@ -46,7 +46,7 @@ def test_every_option_reaches_the_event(settings):
     assert event.available_at > event.created_at
 
 
-def test_without_a_payload_it_is_null():
+def test_the_default_payload_is_null():
     run("order.placed")
     assert QueuedEvent.objects.get().payload is None
 
@@ -57,10 +57,17 @@ def test_a_payload_may_come_from_stdin(monkeypatch):
     assert QueuedEvent.objects.get().payload == {"from": "a file"}
 
 
-def test_a_type_that_nobody_handles_is_published_with_a_warning():
+def test_a_type_without_a_handler_is_published_with_a_warning():
     _, warning = run("ordr.placed", "{}")
-    assert "No handler of this project takes that type." in warning
+    assert warning == "No handler of this project handles 'ordr.placed'.\n"
     assert QueuedEvent.objects.count() == 1
+
+
+def test_a_type_without_a_handler_is_compared_with_the_known_ones():
+    handler("order.placed", "shop.*", name="h")(print)
+    assert run("order.placd")[1].endswith(" Did you mean 'order.placed'?\n")
+    assert run("order.typd", '{"order_id": 7}')[1].endswith(" Did you mean 'order.typed'?\n")
+    assert run("shop.opened")[1] == ""
 
 
 def test_a_payload_is_compared_with_the_class_of_its_type():
@@ -74,7 +81,7 @@ def test_a_payload_is_compared_with_the_class_of_its_type():
 def test_a_known_event_is_not_added_again(option):
     run("order.placed", *option)
     out, _ = run("order.placed", *option)
-    assert out.startswith("Nothing was added: an event with the ")
+    assert out.startswith("No event was published: an event with the ")
     assert QueuedEvent.objects.count() == 1
 
 
@@ -89,8 +96,8 @@ def test_a_dropped_event_is_an_error(settings):
 @pytest.mark.parametrize(
     ("arguments", "right"),
     [
-        (["order.placed", "{order: 7}"], "this is not JSON"),
-        (["order.placed", "[" * 100_000], "this is not JSON"),
+        (["order.placed", "{order: 7}"], "not valid JSON"),
+        (["order.placed", "[" * 100_000], "not valid JSON"),
         (["order.placed", "NaN"], "payload"),
         (["", "{}"], "event type"),
         (["order.placed", "--queue", "defualt"], "did you mean 'default'"),

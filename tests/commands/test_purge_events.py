@@ -1,4 +1,4 @@
-"""manage.py purge_events: for cron as for people, and never a dead letter by accident."""
+"""manage.py purge_events, in a terminal and in a cron job."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def run(*arguments, stdout=None):
 
 
 @pytest.fixture
-def nobody_at_the_keyboard(monkeypatch):
+def no_terminal(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
 
 
@@ -45,78 +45,105 @@ def answer(monkeypatch):
     return give
 
 
-def test_completed_events_are_purged_without_a_question(nobody_at_the_keyboard):
+def test_completed_events_are_purged_with_a_yes(no_terminal):
     completed(2, ended=ago(days=40))
     recent = completed(1)
-    out = run("--older-than", "30d")
-    assert out.startswith("2 completed events that ended by 20")
-    assert out.endswith(" UTC purged.\n")
+    out = run("--older-than", "30d", "--yes")
+    assert out.startswith("Purged 2 completed events that ended before 20")
+    assert out.endswith(" UTC.\n")
     assert list(EventLog.objects.all()) == recent
 
 
-def test_dead_letters_of_that_age_are_kept_and_said_to_be():
+def test_dead_letters_of_that_age_are_kept_and_reported():
     one_of_each(ago(days=40))
-    first, second = run("--older-than", "30d").splitlines()
-    assert first.startswith("1 completed event that ended by ")
-    assert second == "3 dead letters are as old, and kept: see --status."
+    first, second = run("--older-than", "30d", "--yes").splitlines()
+    assert first.startswith("Purged 1 completed event that ended before ")
+    assert second == "Kept 3 dead letters of the same age: pass --status dead to purge them."
     assert DeadEvent.objects.count() == 3
 
 
-def test_nothing_to_purge_is_no_error():
-    assert run("--older-than", "30d").startswith("No completed events that ended by ")
+def test_purging_no_events_is_not_an_error():
+    assert run("--older-than", "30d").startswith("Purged no completed events that ended before ")
 
 
-def test_an_age_has_to_be_given():
+def test_the_age_is_required():
     with pytest.raises(CommandError, match="--older-than"):
         run()
 
 
+NO_PROMPT = r"permanently\? Not a terminal, so there is no prompt: pass --yes\."
+
+
+@pytest.mark.parametrize("age", ["0", "30d"])
+def test_completed_events_are_not_purged_without_a_terminal_or_a_yes(no_terminal, age):
+    completed(2, ended=ago(days=40))
+    with pytest.raises(CommandError, match=f"Delete 2 completed events .* {NO_PROMPT}"):
+        run("--older-than", age)
+    assert EventLog.objects.count() == 2
+
+
+def test_purging_completed_events_asks_for_confirmation(answer):
+    completed(3, ended=ago(days=40))
+    questions = answer("n")
+    assert run("--older-than", "0").startswith("Purged no completed events that ended before ")
+    assert questions[0].startswith("Delete 3 completed events that ended before ")
+    assert questions[0].endswith(" UTC permanently? [y/N] ")
+    assert EventLog.objects.count() == 3
+    answer("y")
+    run("--older-than", "0", "--limit", 2)
+    assert questions[-1].startswith("Delete 2 completed events ")
+    assert EventLog.objects.count() == 1
+
+
 @pytest.mark.parametrize("status", ["dead", "failed", "discarded", "completed_with_errors"])
-def test_dead_letters_need_a_yes(nobody_at_the_keyboard, status):
+def test_purging_dead_letters_needs_a_yes(no_terminal, status):
     one_of_each(ago(days=40))
-    with pytest.raises(CommandError, match=r"would be purged\. Nobody is there .* give --yes"):
+    with pytest.raises(CommandError, match=NO_PROMPT):
         run("--older-than", "30d", "--status", status)
     assert EventLog.objects.count() == 4
     out = run("--older-than", "30d", "--status", status, "--yes")
     assert EventLog.objects.count() == (1 if status == "dead" else 3)
-    assert (f" of status {status.upper()} " in out) == (status != "dead")
+    assert (f" with the status {status.upper()} " in out) == (status != "dead")
 
 
-def test_a_person_is_asked_about_dead_letters(answer):
+def test_purging_dead_letters_asks_for_confirmation(answer):
     dead_letter(died_at=ago(days=40))
     questions = answer("n")
     out = run("--older-than", "30d", "--status", "dead")
-    assert out.startswith("No dead letters that ended by")
-    assert questions[0].startswith("Delete 1 dead letter that ended by ")
+    assert out.startswith("Purged no dead letters that ended before")
+    assert questions[0].startswith("Delete 1 dead letter that ended before ")
     assert DeadEvent.objects.count() == 1
     answer("y")
-    assert run("--older-than", "30d", "--status", "dead").startswith("1 dead letter that ")
+    assert run("--older-than", "30d", "--status", "dead").startswith("Purged 1 dead letter that ")
     assert DeadEvent.objects.count() == 0
 
 
-def test_nobody_is_asked_about_no_dead_letters(nobody_at_the_keyboard):
+def test_there_is_no_prompt_if_no_dead_letter_matches(no_terminal):
     out = run("--older-than", "30d", "--status", "dead")
-    assert out.startswith("No dead letters that ended by ")
+    assert out.startswith("Purged no dead letters that ended before ")
 
 
-def test_a_dry_run_only_counts(nobody_at_the_keyboard):
+def test_a_dry_run_only_counts(no_terminal):
     one_of_each(ago(days=40))
-    assert "1 completed event that" in (out := run("--older-than", "30d", "--dry-run"))
-    assert "would be purged." in out
-    assert run("--older-than", "30d", "--status", "dead", "--dry-run").startswith("3 dead letters")
+    out = run("--older-than", "30d", "--dry-run")
+    assert out.startswith("Would purge 1 completed event that")
+    out = run("--older-than", "30d", "--status", "dead", "--dry-run")
+    assert out.startswith("Would purge 3 dead letters")
     assert EventLog.objects.count() == 4
 
 
-def test_a_limit_counts_in_a_dry_run_too():
+def test_a_dry_run_respects_the_limit():
     completed(3, ended=ago(days=40))
-    assert run("--older-than", "30d", "--limit", 2, "--dry-run").startswith("2 completed events")
-    assert run("--older-than", "30d", "--limit", 2).startswith("2 completed events")
+    out = run("--older-than", "30d", "--limit", 2, "--dry-run")
+    assert out.startswith("Would purge 2 completed events")
+    out = run("--older-than", "30d", "--limit", 2, "--yes")
+    assert out.startswith("Purged 2 completed events")
     assert EventLog.objects.count() == 1
 
 
-def test_a_script_gets_one_object():
+def test_json_output_is_one_object():
     one_of_each(ago(days=40))
-    record = json.loads(run("--older-than", "30d", "--format", "json"))
+    record = json.loads(run("--older-than", "30d", "--format", "json", "--yes"))
     ended_by = datetime.fromisoformat(record.pop("ended_by"))
     assert abs(ended_by - ago(days=30)) < timedelta(hours=1)
     assert record == {
@@ -129,11 +156,10 @@ def test_a_script_gets_one_object():
 
 def test_a_terminal_shows_the_progress_of_a_long_run():
     completed(5, ended=ago(days=40))
-    *steps, last = run("--older-than", "30d", "--batch-size", 2, stdout=Terminal()).split(
-        "\r\x1b[2K"
-    )
+    out = run("--older-than", "30d", "--batch-size", 2, "--yes", stdout=Terminal())
+    *steps, last = out.split("\r\x1b[2K")
     assert steps == ["", *(f"{count} of 5 purged …" for count in (2, 4, 5))]
-    assert last.startswith("5 completed events ")
+    assert last.startswith("Purged 5 completed events ")
 
 
 @pytest.mark.parametrize(
@@ -147,16 +173,17 @@ def test_a_terminal_shows_the_progress_of_a_long_run():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_answered_with_the_right_form(arguments, right):
+def test_invalid_input_is_refused_with_the_valid_form(arguments, right):
     with pytest.raises(CommandError, match=right):
         run(*arguments)
 
 
 @pytest.mark.django_db(transaction=True)
-def test_cron_may_run_it():
+@pytest.mark.processes
+def test_the_command_runs_in_a_cron_job():
     completed(3, ended=ago(days=40))
     done = subprocess.run(
-        [sys.executable, "-m", "django", "purge_events", "--older-than", "30d"],
+        [sys.executable, "-m", "django", "purge_events", "--older-than", "30d", "--yes"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -164,5 +191,5 @@ def test_cron_may_run_it():
         timeout=60,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("3 completed events ")
+    assert done.stdout.startswith("Purged 3 completed events ")
     assert EventLog.objects.count() == 0

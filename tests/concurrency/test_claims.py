@@ -1,4 +1,4 @@
-"""Many at once: real threads and real processes."""
+"""Concurrent claims in real threads and real processes."""
 
 import threading
 from collections import Counter
@@ -7,11 +7,11 @@ import pytest
 from django.db import OperationalError, connection, connections
 
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish_many
-from django_eventbus.store import Completed, store_for
-from django_eventbus.worker import WorkerOptions, new_registration
+from django_eventbus.publishing.publisher import publish_many
+from django_eventbus.store import AT_ONCE, Completed, store_for
+from django_eventbus.worker.registration import WorkerOptions, new_registration
 from tests.shop.models import Effect
-from tests.workers import eventually
+from tests.workers import PATIENT, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -35,7 +35,7 @@ def claim_everything(claimed, failures, barrier):
 
 
 def test_twenty_claimers_never_share_an_event():
-    """M2, M9: many workers, never two on one event."""
+    """M2, M9: two workers never claim the same event."""
     publish_many(("x", n) for n in range(1000))
     claimed, failures, barrier = [], [], threading.Barrier(CLAIMERS)
     threads = [
@@ -53,7 +53,7 @@ def test_twenty_claimers_never_share_an_event():
 
 
 def settle(store, token, events):
-    """Like a worker: again, when the database chose this transaction to end a deadlock."""
+    """Settle like a worker: retry if the database chose this transaction as the deadlock victim."""
     try:
         with store.atomic():
             store.settle(token, [Completed(event.row_id) for event in events])
@@ -64,7 +64,7 @@ def settle(store, token, events):
 
 
 def test_two_claimers_never_share_a_key():
-    """M15: owning the lane is owning the key."""
+    """M15: the owner of a lane owns its key."""
     for key in range(10):
         publish_many((("x", n) for n in range(10)), key=f"k{key}")
     running, overlaps, order, failures = set(), [], {}, []
@@ -89,7 +89,7 @@ def test_two_claimers_never_share_a_key():
                 settle(store, token, events)
                 with lock:
                     running.difference_update(keys)
-                store.release_lanes(token, {event.lane_id: 0.0 for event in events})
+                store.release_lanes(token, {event.lane_id: AT_ONCE for event in events})
         except BaseException as error:
             failures.append(error)
             raise
@@ -107,7 +107,7 @@ def test_two_claimers_never_share_a_key():
 
 
 def meet(tmp_path):
-    """Publish two events whose handlers wait for each other's sign: one alone waits for ever."""
+    """Publish two events whose handlers wait for each other, so they only finish in parallel."""
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     publish_many(
         [
@@ -120,23 +120,23 @@ def meet(tmp_path):
 def test_several_processes_share_the_load(start_worker, tmp_path):
     """M9."""
     meet(tmp_path)
-    worker = start_worker("--processes", "2", "--batch-size", "1")
+    worker = start_worker("--processes", "2", "--batch-size", "1", eventbus=PATIENT)
     eventually(lambda: EventLog.objects.count() == 2, lambda: worker.log)
     assert EventLog.objects.values("claimed_by").distinct().count() == 2
 
 
-def test_threads_of_one_process_work_beside_each_other(start_worker, tmp_path):
+def test_threads_of_one_process_work_in_parallel(start_worker, tmp_path):
     meet(tmp_path)
-    worker = start_worker("--concurrency", "2", "--batch-size", "1")
+    worker = start_worker("--concurrency", "2", "--batch-size", "1", eventbus=PATIENT)
     eventually(lambda: EventLog.objects.count() == 2, lambda: worker.log)
     assert EventLog.objects.values("claimed_by").distinct().count() == 1
 
 
 def test_a_sleeping_worker_is_woken_by_a_commit(start_worker):
-    """With a poll interval of ten minutes only a wake-up can bring the event this soon."""
+    """The poll interval is ten minutes, so only a wake-up can deliver the event in time."""
     if connection.vendor == "mysql":
         pytest.skip("MariaDB has no notifications: workers poll")
-    worker = start_worker("--poll-interval", "600")
+    worker = start_worker("--poll-interval", "600", eventbus=PATIENT)
     worker.wait_until_registered()
     publish_many([("process.effect", 0)])
     eventually(Effect.objects.exists, lambda: worker.log)
@@ -144,8 +144,8 @@ def test_a_sleeping_worker_is_woken_by_a_commit(start_worker):
     eventually(lambda: Effect.objects.count() == 2, lambda: worker.log)
 
 
-def test_a_delayed_event_runs_when_it_is_due_without_news(start_worker):
-    worker = start_worker("--poll-interval", "600")
+def test_a_delayed_event_runs_when_it_is_due_without_a_wake_up(start_worker):
+    worker = start_worker("--poll-interval", "600", eventbus=PATIENT)
     worker.wait_until_registered()
     publish_many([("process.effect", 0)], delay=0.5)
     eventually(Effect.objects.exists, lambda: worker.log)

@@ -1,4 +1,4 @@
-"""Rivals for one key: the unique index lets the second wait for the first's fate."""
+"""Concurrent publishers of one key: the unique index makes the second wait for the first."""
 
 import threading
 from datetime import timedelta
@@ -8,13 +8,13 @@ from django.db import transaction
 from django.utils import timezone
 
 from django_eventbus import DuplicateEventError, handler, once_per, publish
-from django_eventbus.models import EventLog, EventMark, QueuedEvent
-from django_eventbus.store.marks import PUBLISHED
+from django_eventbus.models import EventLog, IdempotencyKey, QueuedEvent
+from django_eventbus.store.idempotency_keys import PUBLISHED
 from tests.bus import drain
 from tests.concurrency.test_limits import in_threads
 from tests.publishers import Publishers
 from tests.shop.models import Effect
-from tests.workers import IN_ONE_PROCESS, eventually
+from tests.workers import IN_ONE_PROCESS, PATIENT, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -22,9 +22,9 @@ WINDOW = {"dedup_key": "order:7", "dedup_for": timedelta(hours=1)}
 
 
 def two_publishers(*, first_commits):
-    """The second publishes while the first has not decided; what each of them got."""
+    """Publish the second event while the first transaction is open; return both results."""
     published = threading.Event()
-    # SQLite's second waits where its transaction begins, before it can tell.
+    # Set before BEGIN, because on SQLite the second transaction already waits there.
     second_tries = threading.Event()
 
     def publish_first():
@@ -40,45 +40,45 @@ def two_publishers(*, first_commits):
         second_tries.set()
         with transaction.atomic():
             event = publish("order.placed", "second", **WINDOW)
-            # What was refused has not broken the transaction.
+            # The refused event must leave the transaction usable.
             publish("order.noticed", {})
         return event
 
     return in_threads(publish_first, publish_second)
 
 
-def test_the_second_is_a_duplicate_if_the_first_commits():
+def test_the_second_publisher_gets_a_duplicate_if_the_first_commits():
     first, second = two_publishers(first_commits=True)
     assert second.event_id == first.event_id
     assert QueuedEvent.objects.get(type="order.placed").payload == "first"
     assert QueuedEvent.objects.filter(type="order.noticed").exists()
 
 
-def test_the_second_takes_the_place_of_a_first_that_rolls_back():
+def test_the_second_publisher_succeeds_if_the_first_rolls_back():
     first, second = two_publishers(first_commits=False)
     assert second.event_id != first.event_id
     assert QueuedEvent.objects.get(type="order.placed").payload == "second"
-    assert EventMark.objects.get(scope=PUBLISHED).event_id == second.event_id
+    assert IdempotencyKey.objects.get(scope=PUBLISHED).event_id == second.event_id
 
 
 @pytest.mark.parametrize("expired", [False, True], ids=["no window", "an expired window"])
-def test_of_many_at_once_one_is_published(expired):
-    """Also when all of them find a window that has just ended, as after a nightly run."""
+def test_concurrent_publishers_of_one_key_publish_one_event(expired):
+    """This includes publishers that all find an expired window, as after a nightly run."""
     handler("order.placed", name="do")(lambda event: None)
     for turn in range(5):
         if expired:
             publish("order.placed", turn, **WINDOW)
             drain()
             past = timezone.now() - timedelta(hours=1)
-            EventMark.objects.update(expires_at=past)
+            IdempotencyKey.objects.update(expires_at=past)
         EventLog.objects.all().delete()
         in_threads(*[lambda turn=turn: publish("order.placed", turn, **WINDOW)] * 6)
         assert QueuedEvent.objects.count() == 1
         drain()
-        EventMark.objects.all().delete()
+        IdempotencyKey.objects.all().delete()
 
 
-def test_of_many_at_once_all_but_one_may_be_told():
+def test_all_but_one_of_the_concurrent_publishers_get_an_error():
     def publish_or_say_so():
         try:
             with transaction.atomic():
@@ -91,7 +91,8 @@ def test_of_many_at_once_all_but_one_may_be_told():
     assert sorted(answers) == ["duplicate"] * 5 + ["published"]
 
 
-def test_of_many_processes_at_once_one_publishes(tmp_path):
+@pytest.mark.processes
+def test_concurrent_processes_with_one_key_publish_one_event(tmp_path):
     keys = [f"order:{number}" for number in range(20)]
     with Publishers(tmp_path, 4, "order.placed", *keys) as publishers:
         said, codes = publishers.publish()
@@ -99,15 +100,17 @@ def test_of_many_processes_at_once_one_publishes(tmp_path):
     for answers in zip(*said, strict=True):
         assert sorted(answers) == ["duplicate"] * 3 + ["published"]
     assert sorted(QueuedEvent.objects.values_list("dedup_key", flat=True)) == sorted(keys)
-    assert Effect.objects.count() == len(keys), "a loser's transaction is undone with it"
+    assert Effect.objects.count() == len(keys), "the transaction of a duplicate is rolled back"
 
 
 def test_two_workers_with_one_key_have_one_effect(start_worker):
-    """Two events that mean the same, handled at the same time by two processes."""
+    """Two processes handle two events with the same key at the same time."""
     for number in range(30):
         publish("process.once", number)
         publish("process.once", number)
-    workers = [start_worker(*IN_ONE_PROCESS, "--batch-size", "7") for _ in range(2)]
+    workers = [
+        start_worker(*IN_ONE_PROCESS, "--batch-size", "7", eventbus=PATIENT) for _ in range(2)
+    ]
 
     def logs():
         return [worker.log for worker in workers]
@@ -119,7 +122,7 @@ def test_two_workers_with_one_key_have_one_effect(start_worker):
     assert sorted(notes, key=int) == [str(number) for number in range(30)]
 
 
-def test_a_rival_that_fails_leaves_the_effect_to_the_other():
+def test_the_other_worker_makes_the_effect_if_the_first_fails():
     calls = []
 
     @handler("payment", name="book")

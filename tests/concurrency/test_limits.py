@@ -1,4 +1,4 @@
-"""Limits among rivals: how far they can be passed, and what a claim and a publisher may share."""
+"""Limits under concurrent publishers, and the locks of claims and publishers."""
 
 import json
 import threading
@@ -7,14 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import connection, connections, transaction
 
-from django_eventbus import BackpressureError, handler, publish, publish_many
+from django_eventbus import BackpressureError, handler, lanes, publish, publish_many
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.store import Completed, store_for
-from django_eventbus.worker import WorkerOptions, new_registration
-from tests.bus import drain
+from django_eventbus.store import Completed, claiming, postgresql, store_for
+from django_eventbus.store.lanes import LOCKED_WAIT
+from django_eventbus.worker.registration import WorkerOptions, new_registration
+from tests.bus import drain, make_due
 from tests.publishers import Publishers
 from tests.shop.models import Effect
-from tests.workers import eventually
+from tests.threads import while_another_transaction
+from tests.workers import PATIENT, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -43,7 +45,7 @@ def in_threads(*actions):
         return [future.result(60) for future in [pool.submit(run, each) for each in actions]]
 
 
-def test_publishers_pass_a_limit_by_no_more_than_they_are(settings):
+def test_publishers_exceed_a_limit_by_less_than_their_number(settings):
     publishers, each, size = 8, 20, 50
     limited(settings, size, "halt")
 
@@ -62,7 +64,8 @@ def test_publishers_pass_a_limit_by_no_more_than_they_are(settings):
     assert size <= stored < size + publishers
 
 
-def test_processes_that_publish_pass_a_limit_by_no_more_than_they_are(tmp_path, transactional_db):
+@pytest.mark.processes
+def test_publishing_processes_exceed_a_limit_by_less_than_their_number(tmp_path, transactional_db):
     size, number = 30, 4
     limits = {"LIMITS": {"default": {"max_size": size, "overflow": "halt"}}}
     with Publishers(tmp_path, number, "x", count=size, eventbus=limits) as publishers:
@@ -75,8 +78,8 @@ def test_processes_that_publish_pass_a_limit_by_no_more_than_they_are(tmp_path, 
 
 
 @one_writer
-def test_what_another_has_not_committed_is_not_counted(settings):
-    """How a limit can be passed: by what is published and not yet committed elsewhere."""
+def test_uncommitted_events_of_others_are_not_counted(settings):
+    """Uncommitted events are invisible, so concurrent publishers can exceed a limit."""
     limited(settings, 1, "drop")
     published, may_commit = threading.Event(), threading.Event()
 
@@ -98,7 +101,7 @@ def test_what_another_has_not_committed_is_not_counted(settings):
 
 
 @one_writer
-def test_an_event_in_the_hands_of_a_claim_is_passed_over_without_waiting(settings):
+def test_coalescing_skips_a_claimed_event_without_waiting(settings):
     limited(settings, 1, "coalesce")
     first = publish("tick", 1)
     claimed, may_commit = threading.Event(), threading.Event()
@@ -128,43 +131,91 @@ def test_an_event_in_the_hands_of_a_claim_is_passed_over_without_waiting(setting
     }
 
 
-@pytest.mark.skipif("connection.vendor != 'postgresql'", reason="claims that wait only briefly")
+@one_writer
 @pytest.mark.parametrize("routed", [False, True], ids=["new", "in its lane"])
-def test_who_coalesces_holds_up_no_event_without_a_key(settings, routed):
-    """Its transaction may be long, and has the row of an event until it ends."""
-    limited(settings, 1, "coalesce")
-    settings.EVENTBUS["LIMITS"] = {"key:slow": settings.EVENTBUS["LIMITS"]["default"]}
-    handler("tick", name="h")(lambda event: Effect.objects.create(event_id=event.id, handler="h"))
+def test_an_open_coalescing_transaction_delays_only_its_own_key(settings, routed):
+    """An open transaction holds the lock on the coalesced row until it ends."""
+    settings.EVENTBUS = {"LIMITS": {"key:slow": {"max_size": 1, "overflow": "coalesce"}}}
+    handled = handle_and_remember("tick", "tock")
     publish("tick", 1, key="slow")
     if routed:
         with transaction.atomic():
             store_for().route("default", 10)
-    coalesced, may_commit = threading.Event(), threading.Event()
 
-    def publish_slowly():
-        with transaction.atomic():
-            publish("tick", 2, key="slow")
-            coalesced.set()
-            assert may_commit.wait(60)
-
-    def work_meanwhile():
-        assert coalesced.wait(30)
-        publish("tick", 3)
-        try:
-            drain()
-            return list(EventLog.objects.values_list("payload", flat=True))
-        finally:
-            may_commit.set()
-
-    _, handled = in_threads(publish_slowly, work_meanwhile)
-    assert handled == [3]
+    with while_another_transaction(lambda: publish("tick", 2, key="slow")):
+        publish("tock", 3, key="slow")
+        publish_many((("tick", n) for n in range(200)), key=lambda item: f"other:{item[1]}")
+        publish_many(("tick", n) for n in range(10))
+        drain()
+        assert ("slow", 1) not in handled
+        assert ("slow", 3) not in handled
+        assert len(handled) == 210
+    make_due()
     drain()
-    assert set(EventLog.objects.values_list("payload", flat=True)) == {2, 3}
+    assert handled[210:] == [("slow", 2), ("slow", 3)]
 
 
 @one_writer
-def test_an_event_that_another_publisher_is_changing_is_passed_over_without_waiting(settings):
-    """Two publishers with two keys in opposite order would deadlock otherwise."""
+def test_a_locked_lane_does_not_delay_other_keys():
+    """An operator's transaction holds the lock on the lane until it ends."""
+    handled = handle_and_remember("tick")
+    publish("tick", 1, key="slow")
+    with transaction.atomic():
+        store_for().route("default", 10)
+    with while_another_transaction(lambda: lanes.release("slow")):
+        publish("tick", 2, key="slow")
+        publish_many((("tick", n) for n in range(200)), key=lambda item: f"other:{item[1]}")
+        publish("tick", 3)
+        drain()
+        assert len(handled) == 201
+    make_due()
+    drain()
+    assert handled[201:] == [("slow", 1), ("slow", 2)]
+
+
+@one_writer
+def test_a_long_backlog_behind_a_locked_event_does_not_delay_other_keys(settings, monkeypatch):
+    """A router reads a window of new events at a time, and the backlog may fill several."""
+    for module in (claiming, postgresql):
+        monkeypatch.setattr(module, "ROUTE_CHUNK", 3)
+    monkeypatch.setattr(postgresql, "ROUTED_AT_LEAST", 3)
+    settings.EVENTBUS = {"LIMITS": {"key:slow": {"max_size": 1, "overflow": "coalesce"}}}
+    handled = handle_and_remember("*")
+    publish("tick", 1, key="slow")
+    publish_many(((f"tock{n}", n) for n in range(2, 20)), key="slow")
+    publish("tick", 0, key="other")
+    with while_another_transaction(lambda: publish("tick", 1, key="slow")):
+        drain(batch_size=2)
+        assert handled == [("other", 0)]
+    make_due()
+    drain()
+    assert handled[1:] == [("slow", n) for n in range(1, 20)]
+
+
+@one_writer
+def test_a_worker_soon_claims_an_event_that_was_locked(settings, store, worker_id):
+    settings.EVENTBUS = {"LIMITS": {"key:slow": {"max_size": 1, "overflow": "coalesce"}}}
+    publish("tick", 1, key="slow")
+    with while_another_transaction(lambda: publish("tick", 2, key="slow")):
+        assert store.claim("default", limit=10, worker_id=worker_id) == []
+        assert store.next_due(["default"]) <= LOCKED_WAIT
+    assert len(store.claim("default", limit=10, worker_id=worker_id)) == 1
+    assert store.next_due(["default"]) is None
+
+
+def handle_and_remember(*types):
+    """The (key, payload) of the handled events, in order."""
+    handled = []
+    for each in types:
+        handler(each, name=f"remember {each}")(
+            lambda event: handled.append((event.key, event.payload))
+        )
+    return handled
+
+
+@one_writer
+def test_coalescing_skips_an_event_locked_by_another_publisher_without_waiting(settings):
+    """Otherwise two publishers with two keys in opposite order would deadlock."""
     limited(settings, 1, "coalesce")
     for key in "ab":
         publish("tick", 0, key=key)
@@ -182,7 +233,7 @@ def test_an_event_that_another_publisher_is_changing_is_passed_over_without_wait
     assert sorted(rows) == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
 
 
-def test_what_was_claimed_is_what_is_logged_and_the_last_word_is_delivered(settings):
+def test_the_claimed_payload_is_logged_and_the_last_payload_is_delivered(settings):
     """Publishers coalesce as fast as they can while claimers claim as fast as they can."""
     limited(settings, 3, "coalesce")
     last, claimed, done = 150, {}, threading.Event()
@@ -213,20 +264,20 @@ def test_what_was_claimed_is_what_is_logged_and_the_last_word_is_delivered(setti
     assert last in claimed.values()
 
 
-def test_a_worker_makes_room_for_a_publisher_that_is_blocked(settings, start_worker):
+def test_a_worker_makes_room_for_a_blocked_publisher(settings, start_worker):
     limited(settings, 5, "block", timeout=60)
-    worker = start_worker()
+    worker = start_worker(eventbus=PATIENT)
     worker.wait_until_registered()
     assert publish_many(("process.effect", number) for number in range(50)) == 50
     eventually(lambda: Effect.objects.count() == 50, lambda: worker.log)
 
 
 @one_writer
-def test_a_publisher_may_be_blocked_inside_its_transaction(settings, start_worker):
-    """Others make room; what it has published itself takes it."""
+def test_a_publisher_can_wait_inside_its_transaction(settings, start_worker):
+    """Workers make room, and the publisher's own uncommitted events use it."""
     limited(settings, 2, "block", timeout=60)
     publish_many([("process.effect", 1), ("process.effect", 2)])
-    worker = start_worker()
+    worker = start_worker(eventbus=PATIENT)
     with transaction.atomic():
         publish("process.effect", 3)
         publish("process.effect", 4)

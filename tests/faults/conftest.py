@@ -11,34 +11,34 @@ from tests.faults.proxy import Pooler, Proxy, server_address
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """The soak first: whatever else runs beside it, nobody waits for it in the end."""
+    """Run the soak first, because it takes longest and other tests can run in parallel."""
     items.sort(key=lambda item: item.name != "test_soak")
 
 
 @pytest.fixture
 def figures(request):
-    """Say what was done, with numbers; it stands in the summary of the run."""
+    """Add a line with numbers to the summary of the run."""
     return lambda text: request.node.user_properties.append(("figures", text))
 
 
 def pytest_terminal_summary(terminalreporter):
     reports = [each for some in terminalreporter.stats.values() for each in some]
-    told = [
+    lines = [
         f"{report.location[2]}: {text}"
         for report in reports
         if getattr(report, "when", "") == "call"
         for name, text in report.user_properties
         if name == "figures"
     ]
-    if told:
+    if lines:
         terminalreporter.section("faults: what was done")
-        for line in told:
+        for line in lines:
             terminalreporter.write_line(line)
 
 
 @pytest.fixture
 def seed(figures):
-    """Of everything random in a test. EVENTBUS_FAULT_SEED repeats a run."""
+    """The seed of all random choices in a test. EVENTBUS_FAULT_SEED repeats a run."""
     chosen = int(os.environ.get("EVENTBUS_FAULT_SEED") or random.SystemRandom().randrange(10**6))
     figures(f"EVENTBUS_FAULT_SEED={chosen}")
     return chosen
@@ -46,7 +46,7 @@ def seed(figures):
 
 @pytest.fixture(scope="session")
 def template():
-    """A server with our tables in it, to be copied."""
+    """A stopped server with our tables, as a template for copies."""
     if connection.vendor != "postgresql":
         pytest.skip("a PostgreSQL server of its own")
     with servers.directory() as root:
@@ -59,7 +59,7 @@ def template():
 
 @pytest.fixture
 def cluster(template, tmp_path, django_db_blocker, monkeypatch):
-    """A running server of this test's own. The models of the test itself are read from it too."""
+    """A running server for this test only. The models in the test process use it too."""
     with servers.directory() as root:
         made = servers.Cluster(template, root, tmp_path)
         try:
@@ -82,7 +82,7 @@ def in_the_end(cluster):
 
 @pytest.fixture
 def mariadb(tmp_path, django_db_blocker, monkeypatch):
-    """A server of this test's own, read by the test's models too."""
+    """A running MariaDB server for this test only. The models in the test process use it too."""
     if connection.vendor != "mysql":
         pytest.skip("a MariaDB server of its own")
     if not shutil.which("mariadbd") or not shutil.which("mariadb-install-db"):

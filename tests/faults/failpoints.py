@@ -1,11 +1,12 @@
-"""What happens at the failpoints of a worker process, told by its environment.
+"""The faults at the failpoints of a worker process, read from its environment.
 
 A plan maps a place to a fault: ``{"settle.before_commit": {"do": "kill", "nth": 2}}``. With
-``once`` (a path) it happens in one process only, however many come by: who makes the file is hit.
+``once`` (a path) it happens only in the first process that creates the file.
 """
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import time
@@ -14,9 +15,12 @@ from pathlib import Path
 
 from django.db import OperationalError
 
-from django_eventbus import failpoints
+from django_eventbus.errors import failpoints
 
 PLACES = (
+    "start.command",
+    "start.registered",
+    "start.child",
     "publish.inserted",
     "claim.committed",
     "handler.before",
@@ -35,7 +39,7 @@ _passed = Counter()
 
 
 def environment(**plan):
-    """For a worker process: ``env=environment(claim__committed={"do": "kill"})``."""
+    """Environment variables for a worker: ``environment(claim__committed={"do": "kill"})``."""
     named = {place.replace("__", "."): fault for place, fault in plan.items()}
     unknown = named.keys() - set(PLACES)
     assert not unknown, f"no such failpoint: {unknown}"
@@ -83,3 +87,5 @@ _FAULTS = {
 _plan = json.loads(os.environ.get(PLAN, "{}"))
 if _plan:
     failpoints.on_reaching = act
+    if multiprocessing.parent_process() is not None:
+        act("start.child")  # A worker process imports this module while it starts.

@@ -1,4 +1,4 @@
-"""For a process that dies in the middle of its second transaction on the queue."""
+"""Imported by a process that is to die during its second transaction on the queue."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ def die_if_some_are_there(execute, sql, params, many, context):
 
 
 def queued(connection):
-    """Committed, as others see it."""
+    """Count the committed rows, on another connection."""
     other = connection.copy()
     with other.cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM {QUEUE}")

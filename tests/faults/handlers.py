@@ -31,7 +31,7 @@ def leave_an_effect_outside(event):
 
 @handler("fault.wait", name="fault.wait", timeout=100)
 def wait_for_a_file(event):
-    """With a transaction open, if there is one."""
+    """Wait for a file, with an open transaction if the handler is atomic."""
     journal = HandlerJournal.of_this_process()
     journal.note("start", event)
     Effect.objects.exists()
@@ -52,7 +52,7 @@ def die(event):
 
 
 def run_out_of_memory():
-    """By a limit that ends with it: the next handler may have survived it in the same process."""
+    """Raise MemoryError under a temporary limit: the process may survive and run other handlers."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (2**28, before[1]))
     try:
@@ -70,7 +70,7 @@ DEATHS = {
 
 @handler("fault.update", name="fault.update")
 def update_two_rows(event):
-    """In the order it is told: two of them in opposite orders wait for each other."""
+    """Update the rows in the given order: two handlers with opposite orders deadlock."""
     for row in event.payload:
         Effect.objects.filter(pk=row).update(note=str(event.id))
     Effect.objects.create(event_id=event.id, handler=event.handler_name)
@@ -78,11 +78,11 @@ def update_two_rows(event):
 
 @handler("fault.meet", name="fault.meet", timeout=100)
 def update_what_another_updates(event):
-    """Two of them: the last row is left until both have come that far. What the database says to
-    that is written down."""
+    """Update the last row only when the other handler has updated its first rows, so that the two
+    conflict. Write the error of the database to a file."""
     place, me = Path(event.payload["place"]), event.payload["me"]
     *first, last = event.payload["rows"]
-    Effect.objects.exists()  # from here on a snapshot is what it is
+    Effect.objects.exists()  # The snapshot is taken here.
     for row in first:
         Effect.objects.filter(pk=row).update(note=str(event.id))
     (place / f"{me}").touch()
@@ -99,7 +99,7 @@ def update_what_another_updates(event):
 
 @handler("fault.fork", name="fault.fork")
 def fork(event):
-    """The child leaves the connection it inherits alone, and opens its own."""
+    """Fork a process that does not use the inherited connection and opens its own."""
     Effect.objects.create(event_id=event.id, handler=event.handler_name)
     child = multiprocessing.get_context("fork").Process(target=ask_the_database)
     child.start()

@@ -1,6 +1,6 @@
-"""For a worker process whose supervisor shall not wait a minute for an answer that never comes."""
+"""Imported by a worker whose supervisor is to wait only 4 seconds for a lost answer."""
 
-from django_eventbus import deadlines
+from django_eventbus.delivery import deadlines
 
 deadlines.NO_ANSWER_AFTER = 4.0
 

@@ -1,4 +1,4 @@
-"""What must hold after any fault. Reads journals and tables, nothing else.
+"""The invariants that hold after any fault, checked from journals and tables only.
 
 I1 no loss; I2 one end per event; I3 order and no overlap per key; I4 one effect for each success
 and none for the rest; I5 every attempt that failed left its error; I9 nothing from a rollback.
@@ -23,7 +23,7 @@ def check(producers=(), handlers=None):
 
 
 def check_order_of_effects():
-    """I3 by the tables alone: of each key, effects came to be in the order of the events."""
+    """I3 from the tables only: the effects of each key are in the order of its events."""
     rows = dict(EventLog.objects.exclude(key=None).values_list("event_id", "id"))
     keys = dict(EventLog.objects.exclude(key=None).values_list("event_id", "key"))
     last = {}
@@ -53,7 +53,7 @@ def ends():
 
 
 def effects():
-    """Of handlers in a transaction; one outside may be repeated."""
+    """Check atomic handlers only, because plain handlers may be repeated."""
     seen = Counter(
         Effect.objects.exclude(handler__endswith="outside").values_list("event_id", "handler")
     )
@@ -81,11 +81,11 @@ def errors():
 
 
 def order(journal):
-    """Runs of one key: one at a time, and the first runs in the order of their ids.
+    """Check that runs of one key do not overlap, and that first runs are in the order of ids.
 
-    Where the process died there is no end; its rerun may come any time after the start. One that
-    slept beyond its lease may run its handler once more when it wakes, beside others: it commits
-    nothing, and so does not count here.
+    A run whose process died has no end; its repetition may start at any time after it. A worker
+    that was suspended beyond its lease may run its handler concurrently when it wakes. It commits
+    nothing, so this run is ignored.
     """
     settled_by = {
         str(event): str(worker)

@@ -1,6 +1,6 @@
-"""Files that survive whatever dies: what producers meant to publish, what handlers did.
+"""Files that survive crashes: the intentions of producers and the runs of handlers.
 
-One line per fact, appended in one write and synced before anybody goes on.
+One line per fact, appended in one write and synced before the process continues.
 """
 
 import json
@@ -21,7 +21,7 @@ class Journal:
         self.write_all([facts])
 
     def write_all(self, several):
-        """All in one write."""
+        """Append all facts in one write."""
         known = {"pid": os.getpid(), "at": time.monotonic()}
         lines = "".join(json.dumps({**facts, **known}) + "\n" for facts in several)
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -32,7 +32,7 @@ class Journal:
             os.close(file)
 
     def read(self):
-        """The facts in order. A line cut short by a death says nothing."""
+        """The facts in order. A line that a crash cut short is ignored."""
         if not self.path.exists():
             return []
         complete = [line for line in self.path.read_text().splitlines(True) if line.endswith("\n")]
@@ -40,7 +40,7 @@ class Journal:
 
 
 class ProducerJournal(Journal):
-    """The intention is written before the transaction, its outcome after."""
+    """A journal of a producer: intentions before a transaction, outcomes after it."""
 
     def intend(self, event_id, key=None):
         self.write(event=str(event_id), key=key, intent=True)
@@ -55,14 +55,14 @@ class ProducerJournal(Journal):
         self.write_all({"event": str(each), "outcome": outcome} for each in event_ids)
 
     def outcomes(self):
-        """Of each event; one whose producer never wrote it down is unknown."""
+        """The outcome of each event; an event without a recorded outcome is unknown."""
         found = {}
         for fact in self.read():
             found[fact["event"]] = fact.get("outcome", UNKNOWN)
         return found
 
     def transactions(self):
-        """The events of each transaction: their intentions were written at once."""
+        """The events of each transaction, whose intentions were written together."""
         found = defaultdict(set)
         for fact in self.read():
             if fact.get("intent"):
@@ -95,7 +95,7 @@ class HandlerJournal(Journal):
         )
 
     def runs_by_key(self):
-        """Of each key its runs by their starts: (event, row, start, end or None, worker)."""
+        """The runs of each key by start time: (event, row, start, end or None, worker)."""
         open_runs, runs = {}, defaultdict(list)
         for fact in self.read():
             run = (fact["event"], fact["token"], fact["pid"])

@@ -1,9 +1,9 @@
-"""A producer: transactions of some events each, and a journal of how they went.
+"""A producer of transactions with several events each, and a journal of their outcomes.
 
     python -m tests.faults.producer JOURNAL --seed 7 --keys 50
 
-One transaction in ten is rolled back on purpose. It goes on whatever the database does, until it
-has published all its events or gets SIGTERM.
+One transaction in ten is rolled back on purpose. The producer continues after database errors,
+until it has published all its events or gets SIGTERM.
 """
 
 import argparse
@@ -17,7 +17,7 @@ TROUBLE_WAIT = 0.05
 
 
 class Changed(Exception):
-    """Our mind, about this transaction."""
+    """Raised to roll back a transaction on purpose."""
 
 
 def main():
@@ -39,7 +39,7 @@ def main():
             outcome = FAIL
         except Exception as error:
             print(repr(error), flush=True)
-            # Nobody can say what became of a COMMIT that was sent and not answered.
+            # The result of a COMMIT that was sent and not answered is unknown.
             outcome = UNKNOWN if transaction.committing else FAIL
             connection.close()
             time.sleep(TROUBLE_WAIT)
@@ -82,7 +82,7 @@ class Transaction:
             self.committing = True
 
     def key(self):
-        """Of every other event, if there are keys at all."""
+        """A key for every second event, if the producer uses keys."""
         if not self.options.keys or self.rng.random() < 0.5:
             return None
         return f"{self.options.name}{self.rng.randrange(self.options.keys)}"

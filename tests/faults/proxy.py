@@ -1,6 +1,6 @@
-"""A proxy before PostgreSQL that reads the messages it carries, and misbehaves when told.
+"""A proxy for PostgreSQL that parses the protocol and injects network faults.
 
-It lives in a thread of the test process. Worker processes get its address in their environment
+It runs in a thread of the test process. Worker processes get its address in their environment
 (``start_worker(env=proxy.environment)``); the test's own process goes through it inside of
 ``with through(proxy)``.
 """
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from django.db import connection
 
 CANCEL, SSL, GSS = 80877102, 80877103, 80877104
-#: A message is cut off before the server sees it, after it has answered, or it gets there only
-#: when the client has long gone. Or nothing is cut, but the answer is held until the proxy heals.
+#: The connection is cut before the server receives the message, after the server has answered, or
+#: the server receives it after the client has disconnected. HELD delays only the answer.
 BEFORE, AFTER, LATE, HELD = "before", "after", "late", "held"
 
 
 @dataclass(slots=True)
 class Message:
-    """``kind`` is empty for the first of a connection; ``sql`` is what it makes the server run."""
+    """A protocol message. ``kind`` is empty for the startup message; ``sql`` is executed."""
 
     kind: bytes
     data: bytes
@@ -35,13 +35,13 @@ def commits(message):
 
 
 def says(*words):
-    """Matches a message whose SQL has all these words."""
+    """Match a message whose SQL contains all these words."""
     return lambda message: all(word in message.sql for word in words)
 
 
 @dataclass
 class Cut:
-    """What shall happen to the next message that matches."""
+    """A fault for the next message that matches."""
 
     matches: object
     when: str
@@ -51,7 +51,7 @@ class Cut:
 
 
 class Stream:
-    """One end of a connection, message by message."""
+    """One end of a connection, read and written in messages."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer
@@ -67,7 +67,7 @@ class Stream:
         return Message(head[:1], head + body, self._sql(head[:1], body))
 
     def _sql(self, kind, body):
-        """Of a simple query, or of an Execute by way of its Bind and its Parse."""
+        """The SQL of a simple query, or of an Execute through its Bind and Parse."""
         words = body.split(b"\0")
         if kind == b"Q":
             return words[0].decode()
@@ -84,7 +84,7 @@ class Stream:
         await self.writer.drain()
 
     def reset(self):
-        """Not a goodbye: what was under way is lost."""
+        """Close with RST, so that unsent data is lost."""
         sock = self.writer.get_extra_info("socket")
         if sock.family != socket.AF_UNIX and not self.writer.is_closing():
             with suppress(OSError):
@@ -119,9 +119,9 @@ class Proxy:
     def __init__(self, upstream):
         self.upstream = upstream
         self.links = []
-        #: How many connections were ever made, and how many statements went through.
+        #: The number of accepted connections and of forwarded statements.
         self.accepted = self.statements = 0
-        #: A function that says how many seconds the next message takes.
+        #: A function that returns the delay of the next message in seconds.
         self.delay = None
         self._cuts = []
         self._is_black = False
@@ -144,15 +144,15 @@ class Proxy:
 
     @property
     def environment(self):
-        """For worker processes."""
+        """Environment variables for worker processes."""
         known = connection.settings_dict
         user = f"{known['USER']}:{known['PASSWORD']}@"
         return {"EVENTBUS_TEST_POSTGRES_URL": f"postgresql://{user}{self.host}:{self.port}/"}
 
-    # -- faults, told from the test's thread
+    # -- faults, called from the thread of the test
 
     def cut(self, matches, when=AFTER):
-        """The connection of the next message that matches is reset; returns what to wait for."""
+        """Reset the connection of the next matching message. The result has events to wait for."""
 
         async def add():
             self._cuts.append(cut := Cut(matches, when))
@@ -161,12 +161,12 @@ class Proxy:
         return self._do(add)
 
     def let_arrive(self, cut):
-        """Let the server have, at last, what was cut off to arrive late."""
+        """Send the late message of this cut to the server now."""
         self._loop.call_soon_threadsafe(cut.may_arrive.set)
         assert cut.arrived.wait(10), "the server never answered the late message"
 
     def blackhole(self, matches=lambda link: True, *, newcomers=True):
-        """Nothing comes through: existing connections that match, and new ones."""
+        """Block all traffic of matching connections and of new ones."""
 
         async def close():
             self._is_black = newcomers
@@ -178,7 +178,7 @@ class Proxy:
         return self._do(close)
 
     def heal(self, *, forget=False):
-        """All that was held back comes through; or, to ``forget``, only new connections work."""
+        """Forward all blocked traffic; with ``forget`` only new connections work."""
 
         async def reopen():
             self._is_black = False
@@ -196,7 +196,7 @@ class Proxy:
         self._do(reset)
 
     def say(self, matches, sql):
-        """In the client's name; it never gets the answer."""
+        """Send SQL in the session of the client and drop the answer."""
 
         async def say():
             for link in filter(matches, self.links):
@@ -207,7 +207,7 @@ class Proxy:
 
         self._do(say)
 
-    # -- in the loop's thread
+    # -- called in the thread of the event loop
 
     def _do(self, function, *args):
         return asyncio.run_coroutine_threadsafe(function(*args), self._loop).result(10)
@@ -215,7 +215,7 @@ class Proxy:
     async def _end(self):
         self._server.close()
         for _ in range(5):
-            await asyncio.sleep(0)  # who was at the door comes in, to be sent away
+            await asyncio.sleep(0)  # Pending connections are accepted first, and then closed.
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -225,14 +225,14 @@ class Proxy:
         await asyncio.gather(*closing, return_exceptions=True)
 
     def _accept(self, reader, writer):
-        """Not a coroutine: one cancelled before its first step would leave its socket open."""
+        """Accept a client. A coroutine cancelled before its first step would leak the socket."""
         self.accepted += 1
         self._streams.append(client := Stream(reader, writer))
         self._tasks.add(task := self._loop.create_task(self._welcome(client)))
         task.add_done_callback(self._tasks.discard)
 
     async def _welcome(self, client):
-        # Whoever goes away in the middle of a message, on either side.
+        # Either side may disconnect in the middle of a message.
         with suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             try:
                 await self._serve(client, await self._greet(client))
@@ -240,7 +240,7 @@ class Proxy:
                 client.writer.transport.abort()
 
     async def _greet(self, client):
-        """Encryption would hide the messages: refused, and the client goes on in the clear."""
+        """Refuse encryption, which would hide the messages, and return the startup message."""
         while True:
             message = await client.first()
             if struct.unpack("!i", message.data[4:8])[0] not in (SSL, GSS):
@@ -305,7 +305,7 @@ class Proxy:
                     await cut.may_arrive.wait()
             await link.server.write(message.data)
             if cut is not None and cut.when == LATE:
-                await asyncio.Event().wait()  # the client is gone, but not the server
+                await asyncio.Event().wait()  # The server connection outlives the client.
 
     async def _carry_replies(self, link):
         while True:
@@ -322,7 +322,7 @@ class Proxy:
                 return
 
     async def _take_time(self, link, is_last):
-        """A request or an answer takes time once, not for each of its messages."""
+        """Delay each request and each answer once, not each of its messages."""
         if self.delay is not None and is_last:
             await asyncio.sleep(self.delay())
         await link.open.wait()
@@ -336,20 +336,20 @@ class Proxy:
 
 
 class Pooler(Proxy):
-    """Gives each transaction another server session, as a pooler in transaction mode does.
+    """A pooler in transaction mode: each transaction gets another server session.
 
-    Every client logs in to a session of its own; from then on all sessions are everybody's.
+    Every client logs in to a new session; after that all clients share all sessions.
     """
 
     def __init__(self, upstream):
         super().__init__(upstream)
         self._sessions = deque()
-        #: How often a client got a session that it had not used last.
+        #: How often a client got another session than in its previous transaction.
         self.swaps = 0
 
     async def _serve(self, client, first):
         if struct.unpack("!i", first.data[4:8])[0] == CANCEL:
-            return  # it names a session that has passed to another by now
+            return  # The session may belong to another client by now.
         session = await self._dial()
         await session.write(first.data)
         await self._log_in(client, session)
@@ -368,7 +368,7 @@ class Pooler(Proxy):
             (session or self._sessions.popleft()).writer.transport.abort()
 
     def _another(self, last):
-        """Not the one that the client had, unless it is the only one."""
+        """Another session than the client's last one, unless it is the only one."""
         chosen = next((each for each in self._sessions if each is not last), last)
         self._sessions.remove(chosen)
         return chosen
@@ -383,7 +383,7 @@ class Pooler(Proxy):
 
     @staticmethod
     async def _answer(client, session):
-        """True if the transaction has ended with it."""
+        """Forward the answer; return whether the transaction has ended."""
         while (message := await session.next()).kind != b"Z":
             await client.write(message.data)
         await client.write(message.data)
@@ -397,7 +397,7 @@ def server_address():
 
 @contextmanager
 def through(proxy):
-    """New connections of this process go through the proxy, in every thread."""
+    """Route new connections of this process through the proxy, in every thread."""
     known = connection.settings_dict
     direct = known["HOST"], known["PORT"]
     connection.close()

@@ -1,4 +1,4 @@
-"""Chance that can be repeated: run again with EVENTBUS_FAULT_SEED set to what was printed."""
+"""Repeatable random numbers: set EVENTBUS_FAULT_SEED to the printed seed to repeat a run."""
 
 import os
 import random

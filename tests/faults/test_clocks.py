@@ -1,6 +1,6 @@
-"""A worker whose clock is wrong, or jumps, or is in another part of the world (F35).
+"""A worker whose clock is wrong or in another time zone (F35).
 
-The database's clock decides; a worker has a stopwatch.
+The clock of the database decides; a worker uses only its monotonic clock.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from django.utils import timezone
 from django_eventbus import handler, publish
 from django_eventbus.models import EventLane, EventWorker, QueuedEvent
 from django_eventbus.store import store_for
-from django_eventbus.worker import WorkerOptions, new_registration
+from django_eventbus.worker.registration import WorkerOptions, new_registration
 from tests.bus import drain
 
 pytestmark = [
@@ -28,7 +28,7 @@ RETRY = {"max_retries": 3, "base_delay": 60.0, "max_delay": 60.0, "jitter": 0}
 
 @pytest.fixture(params=["an hour ahead", "an hour behind", "jumping", "elsewhere"])
 def wrong_clock(request, monkeypatch):
-    """Of this process; not its stopwatch, which no clock can be set by."""
+    """Change the wall clock of this process, but not its monotonic clock."""
     offsets = {"an hour ahead": [HOUR], "an hour behind": [-HOUR], "jumping": [HOUR, -HOUR]}
     offset = itertools.cycle(offsets.get(request.param, [0]))
     now, seconds, nanoseconds = timezone.now, time.time, time.time_ns
@@ -53,7 +53,7 @@ def register(store):
     return registration.pk
 
 
-def test_a_delay_lasts_as_long_as_it_was_told(wrong_clock):
+def test_a_delay_does_not_depend_on_the_clock_of_the_worker(wrong_clock):
     publish("x", {}, delay=60)
     handler("x", name="h")(lambda event: None)
     drain()
@@ -61,7 +61,7 @@ def test_a_delay_lasts_as_long_as_it_was_told(wrong_clock):
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-def test_a_retry_waits_as_long_as_its_policy_says(wrong_clock, key):
+def test_a_retry_delay_does_not_depend_on_the_clock_of_the_worker(wrong_clock, key):
     @handler("x", name="h", retry=RETRY)
     def fail(event):
         raise ValueError
@@ -74,7 +74,7 @@ def test_a_retry_waits_as_long_as_its_policy_says(wrong_clock, key):
     assert row.attempts == 1
 
 
-def test_a_lease_lasts_as_long_as_it_was_told(wrong_clock):
+def test_a_lease_does_not_depend_on_the_clock_of_the_worker(wrong_clock):
     store = store_for()
     worker = register(store)
     publish("x", {})

@@ -1,10 +1,10 @@
-"""The server takes no more connections for a while (F33)."""
+"""The server refuses new connections for a while (F33)."""
 
 import pytest
 from django.db import connection
 
 from django_eventbus.models import EventWorker
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.publishing.publisher import publish, publish_many
 from tests.faults import invariants
 from tests.faults.test_failpoints import drained
 from tests.faults.test_lost_sessions import sessions, terminate
@@ -14,13 +14,13 @@ from tests.workers import eventually
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 ROLE = "eventbus_one_too_many"
-#: Seven tries in ten seconds, from 0.2 s doubling; a hot loop would make thousands.
+#: Backoff from 0.2 s makes seven attempts in ten seconds; a busy loop would make thousands.
 MODERATE = 60
 
 
 @pytest.fixture
 def limited(proxy):
-    """A role whose connections can be limited; superusers cannot be, so it is none."""
+    """A role with a connection limit. It is no superuser, because superusers are exempt."""
     name = connection.settings_dict["NAME"]
     with connection.cursor() as cursor:
         cursor.execute(f"DROP ROLE IF EXISTS {ROLE}")
@@ -42,7 +42,7 @@ def limit(connections):
         cursor.execute(f"ALTER ROLE {ROLE} CONNECTION LIMIT {connections}")
 
 
-def test_a_server_without_room_is_asked_again_with_moderation(start_worker, proxy, limited):
+def test_a_worker_retries_a_full_server_with_backoff(start_worker, proxy, limited):
     worker = start_worker(eventbus={"ABANDON_AFTER": 30.0}, env=limited)
     child = worker.wait_until_registered()
     publish("fault.effect", 0)
@@ -51,7 +51,7 @@ def test_a_server_without_room_is_asked_again_with_moderation(start_worker, prox
     terminate(f"usename = '{ROLE}'")
     before = proxy.accepted
     publish_many(("fault.effect", n) for n in range(10))
-    eventually(lambda: worker.log.count("next try in 3.2 s") >= 1, lambda: worker.log)
+    eventually(lambda: worker.log.count("retrying in 3.2 s") >= 1, lambda: worker.log)
     assert proxy.accepted - before < MODERATE, worker.log
     assert worker.process.poll() is None
     limit(-1)

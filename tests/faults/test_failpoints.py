@@ -1,11 +1,11 @@
-"""Workers killed at every place where it could matter."""
+"""Workers killed at every failpoint."""
 
 import signal
 
 import pytest
 
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.publishing.publisher import publish, publish_many
 from tests.faults import failpoints, invariants
 from tests.publishers import Publishers
 from tests.shop.models import Effect
@@ -13,7 +13,8 @@ from tests.workers import IN_ONE_PROCESS, PATIENT, abandon, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-WORKER_PLACES = [each for each in failpoints.PLACES if not each.startswith(("publish", "schedule"))]
+OTHERS = ("publish", "schedule", "start")
+WORKER_PLACES = [each for each in failpoints.PLACES if not each.startswith(OTHERS)]
 
 
 def drained():
@@ -21,13 +22,13 @@ def drained():
 
 
 @pytest.mark.parametrize("place", [each for each in WORKER_PLACES if each != "release.before"])
-def test_a_worker_that_dies_at(start_worker, tmp_path, place):
-    """F01: nothing is lost, nothing happens twice, no neighbour is charged."""
+def test_no_event_is_lost_when_a_worker_process_dies_at(start_worker, tmp_path, place):
+    """F01: no event is lost or handled twice, and no other event is charged."""
     publish_many(("fault.effect", n) for n in range(20))
     for n in range(10):
         publish("fault.effect", {}, key=f"k{n % 3}")
     plan = {place.replace(".", "__"): {"do": "kill", "once": str(tmp_path / "once")}}
-    # A supervisor gets to its renewal, in a quarter of the time, and then nobody is left to tell.
+    # The supervisor itself dies at its first renewal, after a quarter of ABANDON_AFTER.
     renewing = place == "renew.sent"
     dying = start_worker(
         env=failpoints.environment(**plan), eventbus={"ABANDON_AFTER": 2.0} if renewing else PATIENT
@@ -46,19 +47,20 @@ def test_a_worker_that_dies_at(start_worker, tmp_path, place):
     dying.signal(signal.SIGTERM)
 
 
-def test_a_publisher_that_dies_with_its_event_inserted_has_published_nothing(tmp_path):
-    """F01: nor is anything left of the transaction it was in."""
+@pytest.mark.processes
+def test_a_publisher_that_dies_before_its_commit_has_published_nothing(tmp_path):
+    """F01: its transaction is rolled back."""
     plan = failpoints.environment(publish__inserted={"do": "kill", "nth": 3})
     with Publishers(tmp_path, 1, "fault.effect", count=5, env=plan) as publishers:
         said, codes = publishers.publish()
     assert (said, codes) == ([["published"] * 2], [-signal.SIGKILL])
     assert QueuedEvent.objects.count() == Effect.objects.count() == 2
-    assert publish("fault.effect", {}), "and nobody is in the way"
+    assert publish("fault.effect", {}), "no lock of the dead publisher is left"
 
 
 @pytest.mark.parametrize("place", ["handler.after", "settle.before_commit"])
-def test_the_children_of_a_handler_that_is_killed_vanish_with_it(start_worker, tmp_path, place):
-    """F41: the three of the run that made it are there, and no others."""
+def test_events_published_by_a_killed_handler_are_rolled_back(start_worker, tmp_path, place):
+    """F41: only the three events of the successful run exist."""
     publish("process.parent", {})
     plan = {place.replace(".", "__"): {"do": "kill", "once": str(tmp_path / "once")}}
     worker = start_worker(env=failpoints.environment(**plan), eventbus=PATIENT)

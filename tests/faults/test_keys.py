@@ -1,7 +1,7 @@
 """Events of one key that become visible in another order than that of their ids.
 
-The id is drawn at the INSERT, others see the row at the COMMIT; and a dead letter comes back under
-the id it had. The older event may appear at any moment of another worker's claim.
+The id is assigned at the INSERT, but the row is visible at the COMMIT; and a retried dead letter
+keeps its id. So an older event may appear at any moment of another worker's claim.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from django.db import connection, connections, transaction
 
 from django_eventbus import handler, publish
 from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
-from django_eventbus.store import Finished, store_for
-from django_eventbus.worker import WorkerOptions, new_registration
+from django_eventbus.store import AT_ONCE, Finished, store_for
+from django_eventbus.worker.registration import WorkerOptions, new_registration
 from tests.bus import drain
 
 pytestmark = [
@@ -28,10 +28,10 @@ ERROR = {"handler": "h", "type": "WorkerCrashed", "message": "killed", "tracebac
 
 
 class SlowPublisher:
-    """Has inserted an event of the key, and commits it when told."""
+    """An open transaction with an event of the key, committed by ``appear()``."""
 
     def __init__(self):
-        self._inserted, self._told = threading.Event(), threading.Event()
+        self._inserted, self._may_commit = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._publish)
         self._thread.start()
         assert self._inserted.wait(PATIENCE)
@@ -41,12 +41,12 @@ class SlowPublisher:
             with transaction.atomic():
                 publish("step", 1, key="k")
                 self._inserted.set()
-                self._told.wait(PATIENCE)
+                self._may_commit.wait(PATIENCE)
         finally:
             connections.close_all()
 
     def appear(self):
-        self._told.set()
+        self._may_commit.set()
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "a publisher had to wait for a claim"
 
@@ -55,15 +55,15 @@ class SlowPublisher:
 
 
 class DeadLetter:
-    """An event of the key that has died, and comes back when told."""
+    """A dead letter of the key, retried by ``appear()``."""
 
     def __init__(self):
         publish("step", 1, key="k")
         store, worker = a_worker()
         (event,) = store.claim("default", limit=1, worker_id=worker)
-        fate = Finished(row_id=event.row_id, status="FAILED", deliveries=None, errors=[])
-        store.settle(event.claim.token, [fate])
-        store.release_lanes(event.claim.token, {event.lane_id: 0.0})
+        settlement = Finished(row_id=event.row_id, status="FAILED", deliveries=None, errors=[])
+        store.settle(event.claim.token, [settlement])
+        store.release_lanes(event.claim.token, {event.lane_id: AT_ONCE})
         self.row_id = event.row_id
 
         self._thread = threading.Thread(target=self._revive)
@@ -76,7 +76,7 @@ class DeadLetter:
 
     def appear(self):
         self._thread.start()
-        # Where it has to wait for a lane that the claim has locked, the claim must go on first.
+        # If the retry waits for a lane that the claim has locked, the claim must continue first.
         self._thread.join(A_MOMENT)
 
     def finish(self):
@@ -93,7 +93,7 @@ def a_worker():
 
 @contextmanager
 def before_statement(number, action):
-    """Do something else before the Nth statement of this connection; tells whether it came."""
+    """Call ``action`` before the Nth statement; the yielded list is empty if there was none."""
     done = []
     left = itertools.count(1)
 
@@ -113,7 +113,7 @@ def start_over():
 
 
 def interrupted_claim(older, number):
-    """Two events of the key are there, one of them claimed; the older one appears meanwhile."""
+    """Claim one of two events of the key while an older event of the key appears."""
     for n in (2, 3):
         publish("step", n, key="k")
     (one, first), (other, second) = a_worker(), a_worker()
@@ -124,7 +124,7 @@ def interrupted_claim(older, number):
     older.finish()
     other.claim("default", limit=4, worker_id=second)
     holders = set(QueuedEvent.objects.exclude(claim_token=None).values_list("claim_token"))
-    assert len(holders) == 1, f"{len(holders)} run the key at once, if it appears at {number}"
+    assert len(holders) == 1, f"{len(holders)} claims own the key if the event appears at {number}"
     for worker in (first, second):
         held = QueuedEvent.objects.filter(claimed_by=worker).values_list("pk", flat=True)
         one.recover_worker(worker, blamed=list(held), error=ERROR)
@@ -132,8 +132,8 @@ def interrupted_claim(older, number):
 
 
 @pytest.mark.parametrize("older", [SlowPublisher, DeadLetter])
-def test_an_older_event_that_appears_anywhere_in_a_claim_neither_overlaps_nor_wedges(older):
-    """F38: before each statement of the claim in turn; then whoever holds the key is killed."""
+def test_an_older_event_that_appears_during_a_claim_keeps_the_order_of_its_key(older):
+    """F38: it appears before each statement of the claim in turn; then the owner is killed."""
     ran = []
     handler("step", name="h")(lambda event: ran.append(event.payload))
     for number in itertools.count(1):
@@ -149,8 +149,8 @@ def test_an_older_event_that_appears_anywhere_in_a_claim_neither_overlaps_nor_we
     assert number > 2, "the claim has more statements than that"
 
 
-def test_an_event_committed_after_a_later_one_was_handled_is_handled_too():
-    """F37: nothing reads by "greater than the last id"."""
+def test_an_event_committed_after_a_later_one_was_handled_is_handled():
+    """F37: no query relies on ids greater than the last one."""
     ran = []
     handler("step", name="h")(lambda event: ran.append(event.payload))
     older = SlowPublisher()

@@ -1,4 +1,4 @@
-"""Workers killed at random moments, on whatever database the tests run."""
+"""Workers killed at random moments, on every database."""
 
 import os
 import random
@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish_many
+from django_eventbus.publishing.publisher import publish_many
 from tests.faults import invariants
 from tests.shop.models import Effect
 from tests.workers import eventually
@@ -22,17 +22,17 @@ PATIENCE = 300
 
 
 class Fleet:
-    """Supervisors with their children; one that is killed is started again, as systemd would."""
+    """Supervisors with their worker processes. A killed one is restarted, as systemd would do."""
 
     def __init__(self, start, rng, size):
         self.start, self.rng = start, rng
         self.workers = [start("--processes", "2") for _ in range(size)]
 
-    def kill_somebody(self):
+    def kill_a_process(self):
         worker = self.rng.choice(self.workers)
         how = self.rng.choices(("child", "supervisor", "both"), weights=(60, 25, 15))[0]
         if how == "child":
-            # Right after its start a supervisor has none.
+            # A supervisor has no worker processes right after its start.
             child = self.rng.choice(eventually(lambda: children(worker), lambda: worker.log))
             child.kill()
             return how
@@ -49,7 +49,7 @@ class Fleet:
 
 
 def children(worker):
-    """Without the helper that Python's multiprocessing keeps."""
+    """The worker processes, without the resource tracker of multiprocessing."""
     found = []
     for each in psutil.Process(worker.process.pid).children():
         try:
@@ -61,7 +61,7 @@ def children(worker):
 
 
 def test_kill_random_workers_at_random_moments(start_worker, seed, figures):
-    """Exactly one effect and one log row for each event, nothing dead, nobody had to help."""
+    """Each event has one effect and one log row, and there are no dead letters."""
     rng, started = random.Random(seed), time.monotonic()
     publish_many(("fault.effect", n) for n in range(EVENTS * 8 // 10))
     for key in range(20):
@@ -72,8 +72,9 @@ def test_kill_random_workers_at_random_moments(start_worker, seed, figures):
         eventually(
             lambda moment=moment: EventLog.objects.count() >= moment, fleet.logs, patience=PATIENCE
         )
-        time.sleep(rng.uniform(0, 0.02))  # not always right after a commit
-        kills.append(fleet.kill_somebody())
+        # Random delays, so that kills do not always follow a commit.
+        time.sleep(rng.uniform(0, 0.02))
+        kills.append(fleet.kill_a_process())
     eventually(lambda: not QueuedEvent.objects.exists(), fleet.logs, patience=PATIENCE)
     charged = [EventLog.objects.filter(crashes=n).count() for n in (1, 2, 3)]
     figures(

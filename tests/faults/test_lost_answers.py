@@ -1,4 +1,4 @@
-"""The connection is lost when the server has done what it was told, and nobody hears of it."""
+"""The connection is lost after the server has executed a statement, before its answer."""
 
 import time
 import uuid
@@ -6,16 +6,18 @@ import uuid
 import pytest
 from django.db import OperationalError, connection, transaction
 
-from django_eventbus import delivery, handler
+from django_eventbus import handler
+from django_eventbus.delivery import grouped
 from django_eventbus.models import EventLane, EventLog, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
-from django_eventbus.worker import WorkerOptions, run_here
+from django_eventbus.publishing.publisher import publish, publish_many
+from django_eventbus.worker.registration import WorkerOptions
+from django_eventbus.worker.worker import run_here
 from tests.bus import drain, drain_with_retries, logged
 from tests.faults import invariants
 from tests.faults.journal import FAIL, OK, UNKNOWN, ProducerJournal
 from tests.faults.proxy import AFTER, BEFORE, LATE, commits, says, through
 from tests.shop.models import Effect
-from tests.threads import in_thread, somebody_waits_for_a_lock
+from tests.threads import a_session_waits_for_a_lock, in_thread
 from tests.workers import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -41,7 +43,7 @@ def nothing_is_held():
 
 
 def publish_noting(journal, event_id, *, own_transaction):
-    """As a careful producer would: the outcome is known, or known to be unknown."""
+    """Publish and record the outcome, which may be unknown."""
     journal.intend(event_id)
     try:
         if own_transaction:
@@ -60,7 +62,7 @@ def publish_noting(journal, event_id, *, own_transaction):
 def test_a_publish_whose_commit_was_not_answered_can_be_repeated(
     proxy, effects, tmp_path, when, handled_in_between, own_transaction
 ):
-    """F21: the caller sees the error; with the same event id once more adds none."""
+    """F21: the caller gets the error; publishing the same event id again adds no event."""
     journal = ProducerJournal(tmp_path / "producer")
     event_id = uuid.uuid4()
     proxy.cut(commits, when)
@@ -78,14 +80,14 @@ def test_a_publish_whose_commit_was_not_answered_can_be_repeated(
     invariants.check([journal])
 
 
-def test_a_publish_is_repeated_before_the_server_has_got_the_first_commit(proxy, effects):
-    """F21: the repeat waits for the transaction that may yet commit, and then adds none."""
+def test_a_publish_can_be_repeated_before_the_server_receives_the_first_commit(proxy, effects):
+    """F21: the repetition waits for the first transaction, and then adds no event."""
     event_id = uuid.uuid4()
     cut = proxy.cut(commits, LATE)
     with through(proxy), pytest.raises(OperationalError):
         publish("fault.effect", {}, event_id=event_id)
     with in_thread(publish, "fault.effect", {}, event_id=event_id):
-        eventually(somebody_waits_for_a_lock)
+        eventually(a_session_waits_for_a_lock)
         proxy.let_arrive(cut)
     assert QueuedEvent.objects.get().event_id == event_id
     drain()
@@ -119,8 +121,8 @@ def first_commit_after(matches):
 
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
 @pytest.mark.parametrize("key", [None, "k"])
-def test_a_claim_that_was_not_answered_is_taken_back_uncharged(proxy, effects, key, when):
-    """F22: by the worker itself, which lives; nobody has to wait for it to be abandoned."""
+def test_a_claim_that_was_not_answered_is_released_uncharged(proxy, effects, key, when):
+    """F22: the live worker releases it itself, before it counts as abandoned."""
     publish_many((("fault.effect", n) for n in range(5)), key=key)
     claim = claims if key is None else first_commit_after(claims)
     cut = proxy.cut(claim, when)
@@ -133,9 +135,9 @@ def test_a_claim_that_was_not_answered_is_taken_back_uncharged(proxy, effects, k
     invariants.check()
 
 
-def test_a_claim_that_the_server_gets_late_is_taken_back_too(proxy, settings):
-    """F22: when the worker looked for it there was nothing yet, and then nobody knew of it."""
-    # So long it waits for the claim to arrive, and so long it may itself be kept waiting.
+def test_a_claim_that_the_server_receives_late_is_released(proxy, settings):
+    """F22: the worker searched for the claim before it arrived, so it must search again."""
+    # ABANDON_AFTER bounds the search for a lost claim, and the time that the worker may be blocked.
     settings.EVENTBUS = {"ABANDON_AFTER": 5.0, "POLL_INTERVAL": 0.2}
     late = proxy.cut(claims, LATE)
 
@@ -161,8 +163,8 @@ def test_a_claim_that_the_server_gets_late_is_taken_back_too(proxy, settings):
 
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
 @pytest.mark.parametrize("key", [None, "k"])
-def test_a_settlement_that_was_not_answered_is_looked_up(proxy, key, when):
-    """F22: settled is settled; what was not is run again, one by one."""
+def test_the_result_of_an_unanswered_settlement_is_read_from_the_database(proxy, key, when):
+    """F22: committed settlements stay; the other events run again, one by one."""
     cuts = []
 
     @handler("fault.effect", name="fault.effect")
@@ -181,8 +183,8 @@ def test_a_settlement_that_was_not_answered_is_looked_up(proxy, key, when):
     invariants.check()
 
 
-def test_a_settlement_that_the_server_gets_late_is_waited_for(proxy):
-    """F22: the transaction may yet commit, so nobody may run its handlers until it has ended."""
+def test_a_worker_waits_for_a_settlement_that_the_server_receives_late(proxy):
+    """F22: the transaction may still commit, so its handlers must not run before it has ended."""
     cuts, calls = [], []
 
     @handler("fault.effect", name="fault.effect")
@@ -198,7 +200,7 @@ def test_a_settlement_that_the_server_gets_late_is_waited_for(proxy):
 
     event = publish("fault.effect", 0)
     with through(proxy), in_thread(drain):
-        eventually(somebody_waits_for_a_lock)
+        eventually(a_session_waits_for_a_lock)
         proxy.let_arrive(cuts[0])
     assert calls == [event.event_id, "outside"]
     assert effects_of("fault.effect") == 1
@@ -206,15 +208,15 @@ def test_a_settlement_that_the_server_gets_late_is_waited_for(proxy):
     invariants.check()
 
 
-def test_nothing_overtakes_an_event_whose_retry_was_written_down_unheard(proxy):
-    """F22, I3: it is not ours any more, and it is not done."""
+def test_no_event_overtakes_one_whose_retry_was_committed_unanswered(proxy):
+    """F22, I3: the claim has ended, although the event is not completed."""
     calls = []
 
     @handler("fault.effect", name="fault.effect")
     def fail_once_and_fill_the_group(event):
         calls.append(event.payload)
         if len(calls) == 1:
-            time.sleep(delivery.GROUP_SECONDS * 2)
+            time.sleep(grouped.GROUP_SECONDS * 2)
             proxy.cut(commits)
             raise ValueError("once")
         leave_an_effect(event)
@@ -228,8 +230,8 @@ def test_nothing_overtakes_an_event_whose_retry_was_written_down_unheard(proxy):
 
 
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
-def test_what_was_settled_before_an_outside_handler_is_not_run_again(proxy, when):
-    """F22: the claim goes on after this commit, so that holding it says nothing about it."""
+def test_a_handler_settled_before_a_plain_handler_is_not_run_again(proxy, when):
+    """F22: the claim continues after this commit, so owning it does not prove a rollback."""
     cuts, outside = [], []
 
     @handler("fault.effect", name="fault.effect")
@@ -253,8 +255,8 @@ def test_what_was_settled_before_an_outside_handler_is_not_run_again(proxy, when
 
 
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
-def test_a_handler_that_ran_alone_and_was_committed_unheard_is_done(proxy, when):
-    """F22: the group breaks, each handler gets a transaction, and the first one's is cut off."""
+def test_a_handler_that_ran_alone_and_was_committed_unanswered_is_done(proxy, when):
+    """F22: the group fails, each handler runs in its own transaction, the first answer is lost."""
     calls, cuts = [], []
 
     @handler("fault.effect", name="fault.effect", priority=1)
@@ -280,8 +282,8 @@ def test_a_handler_that_ran_alone_and_was_committed_unheard_is_done(proxy, when)
 
 
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
-def test_an_outside_handler_whose_end_was_not_heard_is_not_run_again(proxy, when):
-    """F22: its work cannot be taken back, so its settlement is repeated, not its run."""
+def test_a_plain_handler_whose_settlement_was_not_answered_is_not_run_again(proxy, when):
+    """F22: its work cannot be rolled back, so the settlement is repeated, not the handler."""
     runs = []
 
     @handler("outside", atomic=False)

@@ -1,4 +1,4 @@
-"""F49: what InnoDB does under load, and what becomes of it when its server is killed."""
+"""F49: deadlocks and timeouts of InnoDB under load, and killed MariaDB servers."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from django.db import OperationalError, connection, connections, transaction
 
-from django_eventbus import delivery, handler
+from django_eventbus import handler
+from django_eventbus.delivery import grouped
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.publishing.publisher import publish, publish_many
 from tests.bus import drain, drain_with_retries, logged
 from tests.faults import invariants
+from tests.faults.conflicts import STUBBORN, errors_they_got, publish_conflicting_updates, some_rows
 from tests.faults.journal import OK
-from tests.faults.meetings import STUBBORN, publish_a_meeting, some_rows, what_they_met
 from tests.shop.models import Effect
 from tests.threads import in_thread
 from tests.workers import eventually
@@ -24,12 +25,12 @@ CRASHES = int(os.environ.get("EVENTBUS_FAULT_CRASHES", 10)) // 3
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
-def test_handlers_that_get_into_each_others_way(start_worker, isolation, tmp_path, figures):
-    """1213: the victim of a deadlock is rolled back whole and tried again, until all is done."""
+def test_handlers_that_deadlock_are_retried(start_worker, isolation, tmp_path, figures):
+    """1213: the victim of a deadlock is rolled back completely and retried until it succeeds."""
     if connection.vendor != "mysql":
         pytest.skip("MariaDB's locks")
     rows = some_rows(2)
-    publish_a_meeting(tmp_path, some_rows(2), apart=9)
+    publish_conflicting_updates(tmp_path, some_rows(2), apart=9)
     publish_many(("fault.update", rows if n % 2 else rows[::-1]) for n in range(60))
     publish_many((("fault.effect", n) for n in range(60)), key="k")
     publish_many(("fault.effect", n) for n in range(60))
@@ -48,7 +49,7 @@ def test_handlers_that_get_into_each_others_way(start_worker, isolation, tmp_pat
     invariants.check_order_of_effects()
     assert set(EventLog.objects.values_list("status", flat=True)) == {"COMPLETED"}
     assert Effect.objects.exclude(handler="row").count() == 191
-    assert "1213" in what_they_met(tmp_path), "nothing was tried"
+    assert "1213" in errors_they_got(tmp_path), "there was no deadlock"
     unlucky = EventLog.objects.exclude(errors=None)
     figures(f"{unlucky.count()} of 62 events failed at least once")
     assert set(unlucky.values_list("type", flat=True)) <= {"fault.update", "fault.meet"}
@@ -56,7 +57,7 @@ def test_handlers_that_get_into_each_others_way(start_worker, isolation, tmp_pat
 
 @pytest.fixture
 def session_setting(monkeypatch):
-    """What every new session of this process is set to."""
+    """Set a variable for every new session of this process."""
     if connection.vendor != "mysql":
         pytest.skip("MariaDB's locks")
 
@@ -71,13 +72,13 @@ def session_setting(monkeypatch):
 
 
 class Rival:
-    """Somebody with a transaction of its own."""
+    """A concurrent transaction on its own connection."""
 
     def __init__(self, pool):
         self.pool = pool
 
     def update(self, row):
-        """And keep it to itself, until told to commit."""
+        """Lock the rows until ``commit()``."""
         self.pool.submit(transaction.set_autocommit, False).result()
         self.pool.submit(Effect.objects.filter(pk=row).update, note="rival").result()
 
@@ -98,8 +99,8 @@ def rival(transactional_db):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_handler_that_waits_too_long_for_a_lock_is_undone_and_tried_again(session_setting, rival):
-    """1205: InnoDB would keep what the transaction did before that; we do not."""
+def test_a_handler_that_exceeds_the_lock_timeout_is_rolled_back_and_retried(session_setting, rival):
+    """1205: InnoDB rolls back only the last statement; the bus rolls back the whole handler."""
     session_setting("innodb_lock_wait_timeout = 1")
     (row,) = some_rows(1)
     rival.update(row)
@@ -127,17 +128,17 @@ def test_a_handler_that_waits_too_long_for_a_lock_is_undone_and_tried_again(sess
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_settlement_that_waits_too_long_for_a_lock_is_no_handlers_failure(
+def test_a_settlement_that_exceeds_the_lock_timeout_charges_no_handler(
     session_setting, rival, capture, monkeypatch
 ):
-    """1205: the group is undone as a whole, and its events are run again one by one."""
+    """1205: the whole group is rolled back, and its events run again one by one."""
     session_setting("innodb_lock_wait_timeout = 1")
-    # One group, however slow the machine is.
-    monkeypatch.setattr(delivery, "GROUP_SECONDS", float("inf"))
+    # A slow machine must not split the group.
+    monkeypatch.setattr(grouped, "GROUP_SECONDS", float("inf"))
     calls = []
 
     @handler("x", name="h")
-    def be_in_the_way_of_the_settlement(event):
+    def block_the_settlement(event):
         calls.append(event.payload)
         Effect.objects.create(event_id=event.id, handler="h")
         if len(calls) == 2:
@@ -157,7 +158,7 @@ def test_a_settlement_that_waits_too_long_for_a_lock_is_no_handlers_failure(
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_handler_whose_snapshot_is_out_of_date_is_undone_and_tried_again(session_setting, rival):
+def test_a_handler_with_an_outdated_snapshot_is_rolled_back_and_retried(session_setting, rival):
     """1020: the row it read has changed since."""
     with connection.cursor() as cursor:
         cursor.execute("SHOW VARIABLES LIKE 'innodb_snapshot_isolation'")
@@ -190,8 +191,8 @@ def test_a_handler_whose_snapshot_is_out_of_date_is_undone_and_tried_again(sessi
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read"])
-def test_the_server_is_killed_again_and_again_under_load(mariadb, seed, isolation, figures):
-    """What was committed is there; workers come back by themselves."""
+def test_events_survive_repeated_kills_of_the_server_under_load(mariadb, seed, isolation, figures):
+    """Committed events survive, and workers reconnect."""
     here = {"EVENTBUS_TEST_ISOLATION": isolation}
     producer = mariadb.start_producer("--seed", f"{seed}", "--keys", "5", "--pause", "0.02")
     workers = [mariadb.start_worker("--processes", "2", env=here) for _ in range(2)]

@@ -1,18 +1,19 @@
-"""Each guard is taken away, and the fault test that protects it must then fail.
+"""Remove each guard, and check that the fault test for it then fails.
 
 A fault test that passes without its guard proves nothing. The scenarios are the fault tests
-themselves, called by name; a mutant is the same for every database, so it is made of the store's
-verbs and not of its SQL.
+themselves, called by name; a mutant is the same for every database, so it replaces operations of
+the store and not its SQL.
 """
 
 import pytest
 from django.db import connection
 from django.db.models import F
 
+from django_eventbus.delivery.group import GroupTransaction
 from django_eventbus.models import EventLane, QueuedEvent
-from django_eventbus.store import base, postgresql
+from django_eventbus.store import Charge, postgresql_settling, postgresql_sql
+from django_eventbus.store import settling as store_settling
 from django_eventbus.store.base import Store
-from django_eventbus.transactions import GroupTransaction
 from tests import test_delivery as delivering
 from tests import test_polling as polling
 from tests.store import test_ordering as ordering
@@ -29,8 +30,14 @@ def must_fail(fault_test, *args):
 
 
 def classes_with(verb):
-    """Every store that has its own way of doing it."""
-    return [cls for cls in (*Store.__mro__, *Store.__subclasses__()) if verb in vars(cls)]
+    """Every store class that defines the operation itself."""
+    return [cls for cls in (*Store.__mro__, *subclasses_of(Store)) if verb in vars(cls)]
+
+
+def subclasses_of(cls):
+    for each in cls.__subclasses__():
+        yield each
+        yield from subclasses_of(each)
 
 
 @pytest.fixture
@@ -47,7 +54,7 @@ def mutate(monkeypatch):
 
 @pytest.fixture
 def settles_by_id(mutate):
-    """As most queues do: whoever holds the row now, it is settled."""
+    """Settle by row id only, without the claim token."""
 
     def mutant_of(settle):
         def by_id(store, token, settlements):
@@ -72,14 +79,14 @@ def test_without_the_fence_the_effects_of_a_lost_claim_are_committed(
     must_fail(delivering.test_a_lost_claim_commits_nothing_of_its_group, transactional_db)
 
 
-def test_without_the_fence_a_late_finalize_ends_the_second_try(
+def test_without_the_fence_a_late_finalize_ends_the_second_attempt(
     settles_by_id,
     take,  # noqa: F811
     finish,  # noqa: F811
     clock,
 ):
     must_fail(
-        polling.test_the_late_finalize_of_an_abandoned_event_has_no_effect_on_the_second_try,
+        polling.test_the_late_finalize_of_an_abandoned_event_does_not_affect_the_second_attempt,
         take,
         finish,
         clock,
@@ -90,53 +97,58 @@ def test_without_the_fence_a_late_finalize_ends_the_second_try(
 
 
 @pytest.fixture
-def nobody_counts(monkeypatch):
-    for module in (base, postgresql):
-        monkeypatch.setattr(module, "expect", lambda count, expected: None)
+def settled_rows_are_not_counted(monkeypatch):
+    for module in (store_settling, postgresql_settling):
+        monkeypatch.setattr(module, "require_all", lambda count, expected: None)
 
 
-def test_without_the_count_a_settle_stands_in_part(nobody_counts, store, worker_id):
-    must_fail(settling.test_one_lost_claim_takes_the_whole_settle_back, store, worker_id)
+def test_without_the_count_a_settlement_is_partly_committed(
+    settled_rows_are_not_counted, store, worker_id
+):
+    must_fail(settling.test_one_lost_claim_rolls_back_the_whole_settlement, store, worker_id)
 
 
-def test_without_the_count_an_event_is_settled_twice(nobody_counts, store, worker_id):
+def test_without_the_count_an_event_is_settled_twice(
+    settled_rows_are_not_counted, store, worker_id
+):
     must_fail(settling.test_an_event_is_settled_once, store, worker_id)
 
 
 @pytest.mark.skipif("connection.vendor == 'sqlite'", reason="SQLite has one writer")
 def test_without_the_count_the_effects_of_a_lost_claim_are_committed(
-    nobody_counts, transactional_db
+    settled_rows_are_not_counted, transactional_db
 ):
     must_fail(delivering.test_a_lost_claim_commits_nothing_of_its_group, transactional_db)
 
 
-# -- the savepoint: what a failed handler did is taken back, and nothing else
+# -- the savepoint: only the writes of a failed handler are rolled back
 
 
 @pytest.fixture
 def nothing_is_undone(monkeypatch):
-    def keep(group):
+    def keep(group, error):
         group._handler_runs = False
-        if not group._savepoint_owed:
+        if not group._savepoint_pending:
             connection.savepoint_commit(group._sid)
-        group._savepoint_owed = False
+        group._savepoint_pending = False
         connection.savepoint_ids.pop()
+        return error
 
     monkeypatch.setattr(GroupTransaction, "undo", keep)
 
 
 def test_without_the_savepoint_the_writes_of_a_failed_handler_stay(nothing_is_undone):
-    must_fail(delivering.test_a_failing_handler_takes_only_its_own_writes_back)
+    must_fail(delivering.test_a_failing_handler_rolls_back_only_its_own_writes)
 
 
-def test_without_the_savepoint_a_failed_event_leaves_its_mark_among_its_neighbours(
+def test_without_the_savepoint_a_failed_event_affects_the_others_of_its_group(
     nothing_is_undone,
 ):
-    must_fail(delivering.test_a_failing_event_leaves_its_neighbours_of_the_group_alone)
+    must_fail(delivering.test_a_failing_event_does_not_affect_the_others_of_its_group)
 
 
-def test_without_the_savepoint_the_children_of_a_failed_handler_live(nothing_is_undone):
-    must_fail(delivering.test_events_published_by_a_handler_that_fails_never_were)
+def test_without_the_savepoint_events_published_by_a_failed_handler_are_kept(nothing_is_undone):
+    must_fail(delivering.test_events_published_by_a_failing_handler_are_rolled_back)
 
 
 def test_without_the_savepoint_callbacks_of_a_failed_handler_run(
@@ -145,7 +157,7 @@ def test_without_the_savepoint_callbacks_of_a_failed_handler_run(
     must_fail(delivering.test_callbacks_of_a_handler_that_failed_do_not_run, transactional_db)
 
 
-# -- attempts are counted at the claim, crashes by whoever finds the run gone
+# -- attempts are counted at the claim, crashes by the recovery
 
 
 @pytest.fixture
@@ -164,19 +176,19 @@ def claims_charge_nothing(mutate):
     mutate("_claim_both", mutant_of)
 
 
-def test_without_counting_at_the_claim_a_lost_attempt_is_forgotten(claims_charge_nothing, clock):
+def test_without_counting_at_the_claim_a_lost_attempt_is_not_counted(claims_charge_nothing, clock):
     must_fail(recovering.test_events_of_a_silent_worker_are_claimed_again, clock)
 
 
 @pytest.fixture
 def crashes_are_not_counted(mutate):
-    def mutant_of(take_back):
-        def uncounted(store, whose, *, blamed, error, crashed=True):
-            return take_back(store, whose, blamed=blamed, error=error, crashed=False)
+    def mutant_of(release_claims):
+        def uncounted(store, condition, **options):
+            return release_claims(store, condition, **{**options, "charge": Charge.NOTHING})
 
         return uncounted
 
-    mutate("_take_back_rows", mutant_of)
+    mutate("_release_claims", mutant_of)
 
 
 def test_without_counting_crashes_a_poison_event_runs_for_ever(
@@ -188,29 +200,51 @@ def test_without_counting_crashes_a_poison_event_runs_for_ever(
 
 
 @pytest.fixture
-def everybody_is_blamed(mutate):
-    def mutant_of(take_back):
-        def blame_all(store, whose, *, blamed, error, crashed=True):
-            return take_back(store, whose, blamed=None, error=error, crashed=crashed)
+def every_claimed_event_is_charged(mutate):
+    """An event is charged although its handler was not running."""
 
-        return blame_all
+    def mutant_of(release_claims):
+        def charge_all(store, condition, **options):
+            held = set(QueuedEvent.objects.filter(condition).values_list("id", flat=True))
+            return release_claims(store, condition, **{**options, "blamed": held})
 
-    mutate("_take_back_rows", mutant_of)
+        return charge_all
 
-
-def test_without_the_blame_list_neighbours_are_charged(everybody_is_blamed, store):
-    must_fail(recovering.test_a_supervisor_blames_exactly_what_was_running, store)
-
-
-def test_without_the_suspects_neighbours_are_charged(everybody_is_blamed, clock):
-    must_fail(recovering.test_a_worker_that_named_its_suspects_lets_the_others_go_uncharged, clock)
+    mutate("_release_claims", mutant_of)
 
 
-# -- lanes: owning the lane is owning the key
+@pytest.mark.parametrize(
+    "fault_test",
+    [
+        recovering.test_a_supervisor_charges_exactly_the_running_events,
+        recovering.test_the_end_of_a_worker_that_ran_nothing_charges_no_event,
+        recovering.test_an_interrupted_claim_is_released_and_charges_no_event,
+    ],
+)
+def test_without_the_list_of_running_events_other_events_are_charged(
+    every_claimed_event_is_charged, store, fault_test
+):
+    must_fail(fault_test, store)
+
+
+@pytest.mark.parametrize(
+    "fault_test",
+    [
+        recovering.test_only_the_named_suspects_of_a_worker_are_charged,
+        recovering.test_events_that_were_claimed_when_three_workers_died_count_one_interruption,
+    ],
+)
+def test_without_the_list_of_running_events_a_silent_worker_charges_other_events(
+    every_claimed_event_is_charged, clock, fault_test
+):
+    must_fail(fault_test, clock)
+
+
+# -- lanes: the owner of a lane owns its key
 
 
 @pytest.fixture
-def nobody_owns_a_lane(mutate):
+def lanes_have_no_owner(mutate):
     def mutant_of(claim_keyed):
         def unowned(store, claim, limit):
             claimed = claim_keyed(store, claim, limit)
@@ -223,11 +257,11 @@ def nobody_owns_a_lane(mutate):
 
 
 @pytest.fixture
-def heads_look_free(mutate, monkeypatch):
-    """PostgreSQL looks in the statement that claims, the others before."""
-    blind = postgresql._CLAIM_RUNS.replace("WHERE NOT waits", "WHERE true")
-    assert blind != postgresql._CLAIM_RUNS
-    monkeypatch.setattr(postgresql, "_CLAIM_RUNS", blind)
+def first_events_look_free(mutate, monkeypatch):
+    """PostgreSQL checks in the statement that claims, the other stores before it."""
+    blind = postgresql_sql.CLAIM_RUNS.replace("WHERE NOT waits", "WHERE true")
+    assert blind != postgresql_sql.CLAIM_RUNS
+    monkeypatch.setattr(postgresql_sql, "CLAIM_RUNS", blind)
 
     def mutant_of(heads):
         def free(store, lanes, length):
@@ -238,21 +272,21 @@ def heads_look_free(mutate, monkeypatch):
     mutate("heads", mutant_of)
 
 
-def test_without_an_owner_a_key_is_taken_from_who_still_works_on_it(
-    nobody_owns_a_lane, store, worker_id
+def test_without_an_owner_a_key_is_claimed_while_a_worker_handles_it(
+    lanes_have_no_owner, store, worker_id
 ):
-    must_fail(ordering.test_a_key_stays_with_its_claim_until_that_gives_it_back, store, worker_id)
+    must_fail(ordering.test_a_claim_owns_a_key_until_it_releases_it, store, worker_id)
 
 
-def test_without_an_owner_and_a_look_at_the_head_a_key_runs_twice_at_once(
-    nobody_owns_a_lane, heads_look_free, store, worker_id
+def test_without_an_owner_and_a_check_of_the_first_event_a_key_runs_concurrently(
+    lanes_have_no_owner, first_events_look_free, store, worker_id
 ):
     must_fail(ordering.test_a_key_is_owned_by_one_claim_at_a_time, store, worker_id)
 
 
-def test_without_a_look_at_the_head_a_lane_freed_by_hand_runs_twice_at_once(
-    heads_look_free, store, worker_id
+def test_without_a_check_of_the_first_event_a_released_lane_runs_concurrently(
+    first_events_look_free, store, worker_id
 ):
     must_fail(
-        ordering.test_a_lane_whose_head_is_still_being_handled_is_left_alone, store, worker_id
+        ordering.test_a_lane_whose_first_event_is_being_handled_is_not_claimed, store, worker_id
     )

@@ -1,4 +1,4 @@
-"""NOTIFY fails or hangs (F29): a hint that may be lost, after a commit that may not."""
+"""NOTIFY fails or hangs (F29). It is only a hint, sent after the commit."""
 
 import threading
 import time
@@ -11,9 +11,9 @@ from django.db import connection, transaction
 
 from django_eventbus import handler
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish
+from django_eventbus.publishing.publisher import publish
 from django_eventbus.store import store_for
-from django_eventbus.worker import FALSE_ALARM_PAUSE, FALSE_ALARMS
+from django_eventbus.worker.wakeup import FALSE_ALARM_PAUSE, FALSE_ALARMS
 from tests.bus import drain
 from tests.faults import invariants
 from tests.faults.journal import OK, ProducerJournal
@@ -24,13 +24,13 @@ from tests.workers import PATIENCE, eventually
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
-#: At the most: what is claimed, what is due, when, in which gates.
+#: The most statements of one look for events, including due events and flow controls.
 STATEMENTS_OF_A_LOOK = 12
 
 
 @pytest.fixture
 def publish_one(tmp_path):
-    """As a producer that believes what ``publish`` says; in the end its events are handled."""
+    """Publish and record success if ``publish`` returns; all recorded events must be handled."""
     handler("notified", name="notified")(lambda event: None)
     journal = ProducerJournal(tmp_path / "producer")
 
@@ -46,19 +46,17 @@ def publish_one(tmp_path):
 
 
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
-def test_a_notification_lost_with_its_connection_is_nobodys_error(
-    proxy, publish_one, capture, when
-):
+def test_a_notification_lost_with_its_connection_raises_no_error(proxy, publish_one, capture, when):
     cut = proxy.cut(says("NOTIFY"), when)
     with through(proxy):
         publish_one()
         assert cut.happened.is_set()
         assert QueuedEvent.objects.count() == 1, "on a connection that works"
         publish_one()
-    assert "workers could not be notified" in capture.text
+    assert "could not send NOTIFY" in capture.text
 
 
-def test_a_notification_that_hangs_holds_up_the_caller_and_not_the_commit(proxy, publish_one):
+def test_a_notification_that_hangs_delays_the_caller_but_not_the_commit(proxy, publish_one):
     held = proxy.cut(says("NOTIFY"), HELD)
     with through(proxy), in_thread(publish_one) as publishing:
         try:
@@ -70,15 +68,15 @@ def test_a_notification_that_hangs_holds_up_the_caller_and_not_the_commit(proxy,
     publish_one()
 
 
-def test_a_notification_that_the_server_refuses_is_nobodys_error(cluster, capture):
-    """Its queue is full, because somebody who listens has not come to read it."""
+def test_a_notification_that_the_server_refuses_raises_no_error(cluster, capture):
+    """The notification queue is full, because a listener does not read it."""
     cluster.primary.configure(max_notify_queue_pages=64)
     cluster.primary.restart()
     target = {"host": str(cluster.address), "user": "postgres", "dbname": "eventbus"}
     with psycopg.connect(**target) as sleeper, psycopg.connect(**target, autocommit=True) as other:
         sleeper.execute("LISTEN anything")
         sleeper.commit()
-        sleeper.execute("SELECT 1")  # in a transaction, and stays there
+        sleeper.execute("SELECT 1")  # The open transaction keeps the queue from being truncated.
         fill = "SELECT pg_notify('anything', rpad(n::text, 7900)) FROM generate_series(1, 1000) n"
         with pytest.raises(psycopg.OperationalError, match="too many notifications"):
             other.execute(fill)
@@ -87,18 +85,18 @@ def test_a_notification_that_the_server_refuses_is_nobodys_error(cluster, captur
             publish("notified", "in a transaction")
             Effect.objects.create(event_id=uuid.uuid4(), handler="caller")
         publish("notified", "alone")
-    told = capture.text.count("workers could not be notified")
-    assert told == capture.text.count("too many notifications") == 2
+    logged_times = capture.text.count("could not send NOTIFY")
+    assert logged_times == capture.text.count("too many notifications") == 2
     assert Effect.objects.count() == 1
     assert QueuedEvent.objects.count() == 2
     drain()
     assert EventLog.objects.filter(status="COMPLETED").count() == 2
 
 
-def test_a_flood_of_spoofed_notifications_makes_a_worker_look_so_often_and_no_more(
+def test_a_flood_of_spoofed_notifications_causes_a_bounded_number_of_claims(
     proxy, start_worker, figures
 ):
-    """S16: anybody may ring. Between two looks in vain there is a pause, however many ring."""
+    """S16: any role may send NOTIFY. Looks that find nothing are rate-limited."""
     worker = start_worker("--poll-interval", "600", env=proxy.environment)
     worker.wait_until_registered()
     eventually(lambda: any(link.has_said("LISTEN") for link in list(proxy.links)))
@@ -115,8 +113,8 @@ def test_a_flood_of_spoofed_notifications_makes_a_worker_look_so_often_and_no_mo
 
 
 @contextmanager
-def nobody_confirms_commits():
-    """Those who ask for it wait for a standby that does not exist."""
+def commits_wait_for_a_missing_standby():
+    """Make synchronous commits wait for a standby that does not exist."""
 
     def configure(*changes):
         with connection.cursor() as cursor:
@@ -133,20 +131,20 @@ def nobody_confirms_commits():
 
 
 def test_a_notification_does_not_wait_for_the_lock_of_another(on_postgresql, publish_one, capture):
-    """Another NOTIFY commits, and holds the lock that all of them need until a standby answers."""
+    """Another NOTIFY waits for a standby at its commit and holds the lock of all NOTIFYs."""
     with connection.cursor() as cursor:
         cursor.execute("SHOW data_directory")
         if "eventbus-pg-" not in cursor.fetchone()[0]:
             pytest.skip("this server is not ours to configure")
     known = connection.settings_dict
     target = {"host": known["HOST"], "user": known["USER"], "dbname": known["NAME"]}
-    with psycopg.connect(**target, autocommit=True) as other, nobody_confirms_commits():
+    with psycopg.connect(**target, autocommit=True) as other, commits_wait_for_a_missing_standby():
         other.execute("SET synchronous_commit = on")
         enough = threading.Event()
 
         def notify():
-            # Without a write there would be nothing to confirm; and the server learns of its
-            # configuration in its own time.
+            # A transaction without a write does not wait for a standby. The server reads its
+            # configuration asynchronously.
             write = f"INSERT INTO {Effect._meta.db_table} (event_id, handler, note)"
             values = "VALUES (gen_random_uuid(), 'other', '')"
             while not enough.is_set():
@@ -154,7 +152,7 @@ def test_a_notification_does_not_wait_for_the_lock_of_another(on_postgresql, pub
 
         with in_thread(notify):
             try:
-                eventually(somebody_waits_for_a_standby)
+                eventually(a_session_waits_for_a_standby)
                 publish_one()
             finally:
                 enough.set()
@@ -162,7 +160,7 @@ def test_a_notification_does_not_wait_for_the_lock_of_another(on_postgresql, pub
     assert "lock timeout" in capture.text
 
 
-def somebody_waits_for_a_standby():
+def a_session_waits_for_a_standby():
     with connection.cursor() as cursor:
         cursor.execute("SELECT 1 FROM pg_stat_activity WHERE wait_event = 'SyncRep'")
         return cursor.fetchone()

@@ -1,4 +1,4 @@
-"""F46: operators at the dead letters, two at a time, and one who is killed half way."""
+"""F46: concurrent actions of operators on dead letters, and a killed bulk retry."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def many_dead():
 
 
 def at_once(*actions):
-    """What each of them returned."""
+    """Run the actions concurrently and return their results."""
     gate, results = threading.Barrier(len(actions)), [None] * len(actions)
 
     def run(index, action):
@@ -51,14 +51,14 @@ def at_once(*actions):
     return results
 
 
-def test_two_who_retry_the_same_letters_revive_each_of_them_once(many_dead):
+def test_two_concurrent_retries_revive_each_dead_letter_once(many_dead):
     revived = at_once(lambda: dead_letters.retry(type="x"), lambda: dead_letters.retry(type="x"))
     assert sum(revived) + dead_letters.retry(type="x") == MANY
     assert QueuedEvent.objects.count() == MANY
     invariants.check()
 
 
-def test_of_retry_and_purge_each_letter_meets_one(many_dead):
+def test_each_dead_letter_is_either_retried_or_purged(many_dead):
     revived, purged = at_once(
         lambda: dead_letters.retry(type="x"), lambda: dead_letters.purge(type="x")
     )
@@ -85,7 +85,7 @@ def test_each_event_is_either_cancelled_or_handled(keys):
     invariants.check()
 
 
-def test_of_two_who_edit_a_letter_one_does():
+def test_only_one_of_two_concurrent_edits_succeeds():
     handler("x", name="h", retry={"max_retries": 0})(lambda event: 1 / 0)
     publish_many([("x", 0)])
     drain()
@@ -97,7 +97,8 @@ def test_of_two_who_edit_a_letter_one_does():
     assert [each["payload"] for each in event.edits] == [0]
 
 
-def test_a_retry_of_many_that_is_killed_half_way_can_be_done_again(many_dead):
+@pytest.mark.processes
+def test_a_killed_bulk_retry_can_be_repeated(many_dead):
     assert MANY > dead_letters.CHUNK
     command = subprocess.Popen(
         [sys.executable, "-m", "django", "dead_events", "retry", "--all"],

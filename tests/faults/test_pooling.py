@@ -6,7 +6,7 @@ import pytest
 from django.db import connection
 
 from django_eventbus.models import EventLog
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.publishing.publisher import publish, publish_many
 from tests.faults import invariants, journal
 from tests.faults.proxy import through
 from tests.faults.test_failpoints import drained
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
 @contextmanager
 def idle_sessions(count):
-    """However many transactions are open, there is another session than the one a client had."""
+    """Open extra sessions, so that a client can always get another session than its last one."""
     spare = [connection.copy() for _ in range(count)]
     for each in spare:
         each.connect()
@@ -28,8 +28,8 @@ def idle_sessions(count):
 
 
 @pytest.mark.parametrize("notify", [False, True])
-def test_all_goes_well_behind_a_pooler(start_worker, pooler, tmp_path, notify):
-    """With NOTIFY too, which cannot work there: workers poll."""
+def test_events_are_handled_behind_a_pooler(start_worker, pooler, tmp_path, notify):
+    """LISTEN does not work behind a pooler, so workers poll although NOTIFY is on."""
     notes = journal.HandlerJournal(tmp_path / "handlers")
     env = pooler.environment | {journal.HANDLERS: str(notes.path)}
     options = {"NOTIFY": notify, "ABANDON_AFTER": 10.0}

@@ -1,10 +1,10 @@
-"""What handlers do to their process: fork, leak; and a deployment between two versions."""
+"""Handlers that fork or leak memory, and a deployment between two versions."""
 
 import pytest
 from django.db import connection
 
 from django_eventbus.models import EventLog, EventWorker, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.publishing.publisher import publish, publish_many
 from tests.faults import invariants
 from tests.shop.models import Effect
 from tests.workers import eventually
@@ -16,10 +16,10 @@ def drained():
     return not QueuedEvent.objects.exists()
 
 
-def test_a_handler_that_forks_shares_no_connection_with_its_child(start_worker):
-    """F12: the child asks the database and exits; the parent settles once."""
+def test_a_forked_process_does_not_share_the_connection_of_its_handler(start_worker):
+    """F12: the forked process queries the database and exits; the worker settles once."""
     if connection.vendor == "sqlite":
-        pytest.skip("a connection that a fork inherits is a file here")
+        pytest.skip("an inherited connection is only a file on SQLite")
     publish_many(("fault.fork", n) for n in range(5))
     publish_many(("fault.effect", n) for n in range(20))
     worker = start_worker()
@@ -29,7 +29,7 @@ def test_a_handler_that_forks_shares_no_connection_with_its_child(start_worker):
     assert Effect.objects.filter(handler="fault.fork").count() == 5
 
 
-def test_a_process_whose_handlers_leak_is_replaced_between_batches(start_worker, figures):
+def test_a_process_whose_handlers_leak_memory_is_replaced_between_batches(start_worker, figures):
     """F13: 2,000 events of half a megabyte each pass through processes of a few hundred."""
     publish_many(("fault.leak", n) for n in range(2000))
     worker = start_worker("--batch-size", "50", eventbus={"MAX_MEMORY": 200})
@@ -46,8 +46,8 @@ def test_a_process_whose_handlers_leak_is_replaced_between_batches(start_worker,
     assert len(seen) >= 5, worker.log
 
 
-def test_a_deployment_leaves_events_of_the_new_version_to_new_workers(start_worker):
-    """F45: an old worker does not know the type, nor a handler that the event waits for."""
+def test_old_workers_leave_events_of_the_new_version_to_new_workers(start_worker):
+    """F45: an old worker knows neither the type nor a handler that the event waits for."""
     patient = {"UNHANDLED_RETRY": {"base_delay": 0.2, "max_delay": 0.2, "max_retries": 1000}}
     unknown = publish("fault.of_the_new_version", {})
     publish("fault.effect", {})
@@ -59,7 +59,7 @@ def test_a_deployment_leaves_events_of_the_new_version_to_new_workers(start_work
     waiting = QueuedEvent.objects.get(event_id=unknown.event_id)
     assert "no handler is registered" in waiting.errors[0]["message"]
     start_worker(
-        eventbus=patient, env={"EVENTBUS_TEST_IMPORT": "tests.faults.handlers_of_tomorrow"}
+        eventbus=patient, env={"EVENTBUS_TEST_IMPORT": "tests.faults.handlers_of_the_next_version"}
     )
     eventually(drained, lambda: old.log)
     invariants.check()

@@ -1,4 +1,4 @@
-"""The proxy itself: what it does to a connection when told."""
+"""Tests of the proxy itself."""
 
 import threading
 
@@ -27,7 +27,7 @@ def connect(proxy, **options):
     )
 
 
-def test_everything_passes_when_nothing_is_said(proxy):
+def test_the_proxy_passes_everything_by_default(proxy):
     with through(proxy):
         Effect.objects.create(**NEW)
         assert Effect.objects.count() == 1
@@ -35,7 +35,7 @@ def test_everything_passes_when_nothing_is_said(proxy):
 
 
 @pytest.mark.parametrize(("when", "committed"), [(BEFORE, 0), (AFTER, 1)])
-def test_a_commit_is_cut_off_before_or_after_the_server_did_it(proxy, when, committed):
+def test_a_connection_can_be_cut_before_or_after_a_commit(proxy, when, committed):
     cut = proxy.cut(commits, when)
     with through(proxy), pytest.raises(OperationalError), transaction.atomic():
         Effect.objects.create(**NEW)
@@ -43,7 +43,7 @@ def test_a_commit_is_cut_off_before_or_after_the_server_did_it(proxy, when, comm
     assert Effect.objects.count() == committed
 
 
-def test_a_commit_in_the_extended_protocol_is_known_too(proxy):
+def test_a_commit_in_the_extended_protocol_is_recognised(proxy):
     cut = proxy.cut(commits)
     with connect(proxy) as raw:
         raw.execute("BEGIN")
@@ -53,7 +53,7 @@ def test_a_commit_in_the_extended_protocol_is_known_too(proxy):
     assert cut.happened.is_set()
 
 
-def test_a_late_message_is_done_when_its_client_has_long_gone(proxy):
+def test_a_late_message_is_executed_after_its_client_has_disconnected(proxy):
     cut = proxy.cut(says("INSERT"), LATE)
     with through(proxy), pytest.raises(OperationalError):
         Effect.objects.create(**NEW)
@@ -77,7 +77,7 @@ def test_a_blackhole_swallows_until_it_is_healed(proxy):
         assert answers == [(1,)]
 
 
-def test_connections_that_are_forgotten_stay_dead_and_new_ones_live(proxy):
+def test_forgotten_connections_stay_dead_and_new_ones_work(proxy):
     ends = []
 
     def ask(raw):
@@ -100,7 +100,7 @@ def test_connections_that_are_forgotten_stay_dead_and_new_ones_live(proxy):
     raw.close()
 
 
-def test_a_delay_is_taken_once_for_a_question_and_once_for_an_answer(proxy):
+def test_a_delay_applies_once_per_request_and_once_per_answer(proxy):
     with connect(proxy) as raw:
         taken = []
         proxy.delay = lambda: taken.append(1) or 0.001

@@ -9,8 +9,8 @@ import pytest
 from django.db import connection
 
 from django_eventbus.models import EventLog, EventSchedule, QueuedEvent
-from django_eventbus.schedules import Scheduler
 from django_eventbus.store import store_for
+from django_eventbus.worker.firing import Scheduler
 from tests.faults import failpoints, invariants
 from tests.workers import IN_ONE_PROCESS, eventually
 
@@ -18,23 +18,23 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def every_second():
-    """A schedule that loses no tick, so that none missing and none twice can be told apart."""
+    """A schedule that fires all missed ticks, so that missing and repeated ticks can be counted."""
     return EventSchedule.objects.create(
         name="beat", type="fault.effect", cron="* * * * * *", tz="UTC", misfire="fire_all"
     )
 
 
 def due_tick(name="beat"):
-    """A schedule with one tick, due now; the next one is far."""
+    """A schedule with one tick that is due now; the next one is far in the future."""
     row = EventSchedule.objects.create(name=name, type="fault.effect", cron="0 0 1 1 *", tz="UTC")
     scheduler = Scheduler(store_for())
-    scheduler.look()
+    scheduler.fire_some()
     EventSchedule.objects.filter(id=row.pk).update(next_at=store_for().read_clock())
     return scheduler
 
 
 def origins():
-    """What the events say of their schedule, queued or ended."""
+    """The schedule headers of all events, queued or ended."""
     return [
         headers["scheduler"]
         for model in (QueuedEvent, EventLog)
@@ -53,7 +53,7 @@ def assert_every_tick_fired_once(ticks):
 
 
 def stop(*workers):
-    """Counting is for when nobody moves an event from one table to the other."""
+    """Count while no worker runs, because workers move events between the tables."""
     for worker in workers:
         worker.signal(signal.SIGTERM)
     for worker in workers:
@@ -84,7 +84,7 @@ def test_a_worker_that_dies_around_a_tick_neither_loses_nor_repeats_it(
     invariants.check()
 
 
-def test_workers_that_die_all_the_time_fire_every_tick_once(start_worker):
+def test_workers_that_die_constantly_fire_every_tick_once(start_worker):
     every_second()
     dying = [
         start_worker(env=failpoints.environment(**{place: {"do": "kill", "nth": 2}}))
@@ -97,44 +97,44 @@ def test_workers_that_die_all_the_time_fire_every_tick_once(start_worker):
     invariants.check()
 
 
-def test_a_worker_stopped_across_the_tick_fires_nothing_when_it_wakes(start_worker, tmp_path):
-    """It has seen that the tick is due, and sleeps before it can lock the row."""
+def test_a_worker_suspended_across_a_tick_does_not_fire_it_on_waking(start_worker, tmp_path):
+    """It has read that the tick is due and is suspended before it locks the row."""
     due_tick()
     seen, until = tmp_path / "seen", tmp_path / "until"
     pause = {"do": "wait", "seen": str(seen), "until": str(until)}
-    zombie = start_worker(env=failpoints.environment(schedule__due=pause))
-    eventually(seen.exists, lambda: zombie.log)
-    zombie.signal_all(signal.SIGSTOP)
+    stale = start_worker(env=failpoints.environment(schedule__due=pause))
+    eventually(seen.exists, lambda: stale.log)
+    stale.signal_all(signal.SIGSTOP)
     other = start_worker(*IN_ONE_PROCESS)
     eventually(EventLog.objects.exists, lambda: other.log)
     until.touch()
-    zombie.signal_all(signal.SIGCONT)
-    zombie.signal(signal.SIGTERM)
-    zombie.wait()
+    stale.signal_all(signal.SIGCONT)
+    stale.signal(signal.SIGTERM)
+    stale.wait()
     assert sorted(ticks_fired().values()) == [1]
 
 
-def test_a_worker_stopped_while_it_fires_holds_up_no_other_schedule(start_worker, tmp_path):
-    """Its tick stays its own until it wakes or its connection dies; nobody fires it twice."""
+def test_a_worker_suspended_while_it_fires_does_not_delay_other_schedules(start_worker, tmp_path):
+    """It holds the row lock of its tick until it wakes, so the tick is not fired twice."""
     if connection.vendor == "sqlite":
-        pytest.skip("an open transaction holds the only write lock: everybody waits")
+        pytest.skip("an open transaction holds the only write lock")
     due_tick("first")
     seen, until = tmp_path / "seen", tmp_path / "until"
     pause = {"do": "wait", "seen": str(seen), "until": str(until)}
-    zombie = start_worker(env=failpoints.environment(schedule__published=pause))
-    eventually(seen.exists, lambda: zombie.log)
-    zombie.signal_all(signal.SIGSTOP)
-    due_tick("second").look()
+    stale = start_worker(env=failpoints.environment(schedule__published=pause))
+    eventually(seen.exists, lambda: stale.log)
+    stale.signal_all(signal.SIGSTOP)
+    due_tick("second").fire_some()
     assert [each["name"] for each in origins()] == ["second"]
     until.touch()
-    zombie.signal_all(signal.SIGCONT)
-    eventually(lambda: len(origins()) > 1, lambda: zombie.log)
-    stop(zombie)
+    stale.signal_all(signal.SIGCONT)
+    eventually(lambda: len(origins()) > 1, lambda: stale.log)
+    stop(stale)
     assert sorted(each["name"] for each in origins()) == ["first", "second"]
 
 
-def test_an_idle_worker_wakes_for_the_tick(start_worker, settings):
-    """Its next look by itself would be in an hour, and the events are not for its queues."""
+def test_an_idle_worker_wakes_up_for_a_tick(start_worker, settings):
+    """Its poll interval is an hour, and the events are not in its queues."""
     settings.EVENTBUS = {"QUEUES": ["default", "other"]}
     every_second()
     EventSchedule.objects.update(queue="other")

@@ -1,13 +1,13 @@
-"""What a DBA or a project may set for every session: F08, F31, F32."""
+"""Session settings of a DBA or a project: F08, F31, F32."""
 
 import signal
 
 import pytest
 
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.publishing.publisher import publish, publish_many
 from tests.faults import invariants
-from tests.faults.meetings import STUBBORN, publish_a_meeting, some_rows, what_they_met
+from tests.faults.conflicts import STUBBORN, errors_they_got, publish_conflicting_updates, some_rows
 from tests.shop.models import Effect
 
 pytestmark = pytest.mark.long
@@ -22,8 +22,10 @@ def statuses():
 
 
 @pytest.mark.parametrize("kind", ["process.signal", "process.signal_outside"])
-def test_a_worker_stopped_longer_than_its_session_may_idle(cluster, in_the_end, tmp_path, kind):
-    """F08: the server ends its session, another takes over; awake again it settles nothing."""
+def test_a_worker_suspended_beyond_the_idle_timeout_settles_nothing(
+    cluster, in_the_end, tmp_path, kind
+):
+    """F08: the server terminates its session and another worker takes over."""
     cluster.primary.configure(idle_in_transaction_session_timeout="500ms")
     files = {"started": str(tmp_path / "started"), "go_on": str(tmp_path / "go_on")}
     publish(kind, files)
@@ -35,23 +37,26 @@ def test_a_worker_stopped_longer_than_its_session_may_idle(cluster, in_the_end, 
     in_the_end(drained)
     settled_by = EventLog.objects.get().claimed_by
     sleeper.signal_all(signal.SIGCONT)
-    in_the_end(lambda: "is ended" in sleeper.log or sleeper.process.poll() is not None)
+    in_the_end(
+        lambda: "killing worker process" in sleeper.log or sleeper.process.poll() is not None
+    )
     for each in (sleeper, other):
         each.signal(signal.SIGTERM)
         each.wait()
     invariants.check()
     ended = EventLog.objects.get()
-    assert (ended.status, ended.claimed_by, ended.crashes) == ("COMPLETED", settled_by, 1)
-    # Outside of a transaction what the sleeper did before it was found out stays done.
+    assert (ended.status, ended.claimed_by) == ("COMPLETED", settled_by)
+    assert (ended.crashes, ended.interruptions) == (0, 1)
+    # Outside of a transaction the writes of the suspended worker are already committed.
     assert Effect.objects.count() == 1 or kind == "process.signal_outside"
 
 
 @pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
-def test_handlers_that_get_into_each_others_way(cluster, in_the_end, isolation, tmp_path, figures):
-    """F31: deadlocks and failed serializations are tried again until all is done once."""
+def test_handlers_that_deadlock_are_retried(cluster, in_the_end, isolation, tmp_path, figures):
+    """F31: deadlocks and serialization failures are retried until every event is handled once."""
     cluster.primary.configure(default_transaction_isolation=isolation, deadlock_timeout="20ms")
     rows = some_rows(2)
-    publish_a_meeting(tmp_path, some_rows(2), apart=9)
+    publish_conflicting_updates(tmp_path, some_rows(2), apart=9)
     publish_many(("fault.update", rows if n % 2 else rows[::-1]) for n in range(60))
     publish_many((("fault.effect", n) for n in range(60)), key="k")
     publish_many(("fault.effect", n) for n in range(60))
@@ -62,32 +67,39 @@ def test_handlers_that_get_into_each_others_way(cluster, in_the_end, isolation, 
     invariants.check_order_of_effects()
     assert statuses() == {"COMPLETED"}
     assert Effect.objects.exclude(handler="row").count() == 191
-    assert "deadlock detected" in what_they_met(tmp_path), "nothing was tried"
+    met = errors_they_got(tmp_path)
+    # At SERIALIZABLE the server may abort one of the two transactions before they deadlock.
+    ended_early = isolation == "serializable" and "could not serialize access" in met
+    assert "deadlock detected" in met or ended_early, "there was no conflict"
     unlucky = EventLog.objects.exclude(errors=None)
     figures(f"{unlucky.count()} of 62 events failed at least once")
-    if isolation != "serializable":  # there the innocent are rolled back as well
+    # At SERIALIZABLE unrelated transactions may be rolled back too.
+    if isolation != "serializable":
         assert set(unlucky.values_list("type", flat=True)) <= {"fault.update", "fault.meet"}
 
 
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
-def test_handlers_that_change_the_same_row(cluster, in_the_end, isolation, tmp_path):
-    """F31: who comes second has an old snapshot. It is tried again with a new one."""
+def test_handlers_that_update_the_same_row_are_retried(cluster, in_the_end, isolation, tmp_path):
+    """F31: the second transaction has an old snapshot and is retried with a new one."""
     cluster.primary.configure(default_transaction_isolation=isolation)
-    publish_a_meeting(tmp_path, some_rows(1))
+    publish_conflicting_updates(tmp_path, some_rows(1))
     cluster.start_worker("--concurrency", "2", "--batch-size", "1", eventbus=STUBBORN)
     in_the_end(drained)
     invariants.check()
-    assert "could not serialize" in what_they_met(tmp_path), "nothing was tried"
+    assert "could not serialize" in errors_they_got(tmp_path), "there was no conflict"
     assert statuses() == {"COMPLETED"}
     assert Effect.objects.exclude(handler="row").count() == 2
 
 
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
-def test_a_handler_that_spans_many_renewals_settles_the_first_time(cluster, in_the_end, isolation):
-    """F31: a renewal never touches what a long transaction will settle."""
+def test_a_handler_that_spans_many_renewals_settles_at_its_first_attempt(
+    cluster, in_the_end, isolation
+):
+    """F31: a renewal does not update rows that a long transaction will settle."""
     cluster.primary.configure(default_transaction_isolation=isolation)
     publish("process.slow_effect", 3.0)
-    cluster.start_worker(eventbus={"ABANDON_AFTER": 1.0})  # renewed every quarter of it
+    # A worker renews its registration every quarter of ABANDON_AFTER.
+    cluster.start_worker(eventbus={"ABANDON_AFTER": 1.0})
     in_the_end(drained)
     invariants.check()
     ended = EventLog.objects.get()
@@ -95,8 +107,8 @@ def test_a_handler_that_spans_many_renewals_settles_the_first_time(cluster, in_t
     assert Effect.objects.count() == 1
 
 
-def test_a_role_with_short_timeouts(cluster, in_the_end):
-    """F32: who needs longer fails alone, and says why; all others are done."""
+def test_a_role_with_short_timeouts_fails_only_slow_handlers(cluster, in_the_end):
+    """F32: only a handler that exceeds a timeout fails, with the reason."""
     for setting in (
         "statement_timeout = '100ms'",
         "lock_timeout = '50ms'",

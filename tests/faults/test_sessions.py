@@ -1,14 +1,14 @@
-"""Handlers that do things to the session they run in (F16).
+"""Handlers that change the session they run in (F16).
 
-The rule: what a handler does to its session ends with its transaction. One that takes away what
-its own settlement needs has failed; whoever comes next, handler or event, finds a fresh session.
+Changes that a handler makes to its session end with its transaction. A handler that breaks its own
+settlement has failed; the next handler or event gets an unchanged session.
 """
 
 import pytest
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
 from django_eventbus import handler
-from django_eventbus.publishing import publish
+from django_eventbus.publishing.publisher import publish
 from tests.bus import drain, logged
 from tests.faults import invariants
 from tests.shop.models import Effect
@@ -26,7 +26,7 @@ def execute(sql):
 
 
 def session():
-    """What the next one would stumble over."""
+    """The session state that could affect the next handler."""
     settings = ("role", "search_path", "statement_timeout", "lock_timeout", "TimeZone")
     return execute(
         "SELECT current_user, "
@@ -44,6 +44,13 @@ def die_quietly():
         return
 
 
+def SQL(text):
+    """SQL that str() does not show as it is sent."""
+    from psycopg import sql
+
+    return sql.SQL(text)
+
+
 DEEDS = {
     "closes all connections": connections.close_all,
     "ends its backend": lambda: execute("SELECT pg_terminate_backend(pg_backend_pid())"),
@@ -58,11 +65,19 @@ DEEDS = {
     ),
     "turns to reading only": lambda: execute("/* x */ SET default_transaction_read_only = on"),
     "lives in another time zone": lambda: execute("SELECT 1; SET TimeZone = 'Asia/Tokyo'"),
+    "looks elsewhere by a composed statement": lambda: execute(SQL("SET search_path = nowhere")),
+    "sets a timeout by a composed statement": lambda: execute(SQL("SET lock_timeout = '10min'")),
+    "sets a timeout by bytes": lambda: execute(b"SET lock_timeout = '10min'"),
+    "sets a timeout in another case": lambda: execute("/* a /* b */ */ sEt lock_timeout = '10min'"),
+    "sets a timeout by function in another case": lambda: execute(
+        "SELECT Set_Config('statement_timeout', '10min', false)"
+    ),
+    "sets a timeout past a literal": lambda: execute("SELECT ';'; SET lock_timeout = '10min'"),
     "keeps an advisory lock": lambda: execute("SELECT pg_advisory_lock(16)"),
     "listens": lambda: execute("LISTEN f16"),
     "makes a temporary table": lambda: execute("CREATE TEMP TABLE scratch (id int)"),
 }
-#: These cannot be settled; outside of a transaction there is nothing that they could break.
+#: These break their settlement, if it is in the same transaction.
 BREAK_THEIR_TRANSACTION = {
     "closes all connections",
     "ends its backend",
@@ -70,13 +85,14 @@ BREAK_THEIR_TRANSACTION = {
     "takes another role",
     "takes another role for now",
     "looks elsewhere for tables",
+    "looks elsewhere by a composed statement",
 }
 FAIL_OUTSIDE = {"ends its backend", "ends its backend and says nothing"}
 
 
 @pytest.mark.parametrize("atomic", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize("deed", DEEDS)
-def test_a_handler_that(deed, atomic):
+def test_a_handler_cannot_change_the_session_of_others(deed, atomic):
     seen = []
 
     @handler("mischief", atomic=atomic, priority=1, retry={"max_retries": 0})
@@ -99,14 +115,39 @@ def test_a_handler_that(deed, atomic):
     failed = deed in (BREAK_THEIR_TRANSACTION if atomic else FAIL_OUTSIDE)
     assert logged(guilty).status == ("COMPLETED_WITH_ERRORS" if failed else "COMPLETED")
     assert Effect.objects.filter(handler="witness").count() == 3
-    # Outside of a transaction there is nobody to take the effect back.
+    # Outside of a transaction the effect is not rolled back.
     assert Effect.objects.filter(handler="do_it").count() == (not atomic or not failed)
     assert session() == pristine
     invariants.check()
 
 
-def test_a_query_is_cancelled_at_its_deadline_also_on_a_connection_that_is_new():
-    """In a thread nothing else could end it."""
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_callback_cannot_change_the_session_of_others(deed):
+    """Changes that an on_commit callback makes to its session end with the callback."""
+    seen = []
+
+    @handler("mischief", name="register")
+    def register(event):
+        transaction.on_commit(DEEDS[deed])
+        transaction.on_commit(lambda: seen.append(session()))
+
+    @handler("harmless", name="witness")
+    def witness(event):
+        seen.append(session())
+        Effect.objects.create(event_id=event.id, handler="witness")
+
+    pristine = session()
+    publish("mischief", {})
+    publish("harmless", {})
+    drain(batch_size=1)
+    assert seen == [pristine, pristine]
+    assert Effect.objects.count() == 1
+    assert session() == pristine
+    invariants.check()
+
+
+def test_a_query_is_cancelled_at_its_deadline_on_a_new_connection():
+    """In a thread there is no signal that could interrupt the query."""
 
     @handler("close", retry={"max_retries": 0})
     def close(event):

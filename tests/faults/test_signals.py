@@ -1,4 +1,4 @@
-"""Signals at the worst moment: asked to stop in a commit, stopped and woken too late."""
+"""Signals at critical moments: SIGTERM during a commit, and workers suspended for too long."""
 
 import signal
 
@@ -6,8 +6,8 @@ import pytest
 from django.db import connection
 
 from django_eventbus import dead_letters
-from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.models import EventLog, EventWorker, QueuedEvent
+from django_eventbus.publishing.publisher import publish, publish_many
 from django_eventbus.store import store_for
 from tests.faults import failpoints, invariants
 from tests.faults.journal import HANDLERS, HandlerJournal
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def pause(tmp_path):
-    """A failpoint that says that it was reached and waits; and how to go on."""
+    """A failpoint that reports that it was reached and waits for ``go_on()``."""
 
     class Pause:
         seen, until = tmp_path / "seen", tmp_path / "until"
@@ -52,8 +52,8 @@ def test_a_worker_asked_to_stop_while_it_settles_finishes_its_commit(start_worke
     assert set(EventLog.objects.values_list("attempts", "crashes")) == {(1, 0)}
 
 
-def test_a_worker_that_dies_while_it_gives_back_has_lost_nothing(start_worker, tmp_path, pause):
-    """F01 at the last place: the rest of a batch is about to return."""
+def test_a_worker_that_dies_during_a_release_loses_nothing(start_worker, tmp_path, pause):
+    """F01 at the last failpoint: the rest of a batch is about to be released."""
     publish_many(("fault.effect", n) for n in range(10))
     fault = {"do": "kill", "once": str(tmp_path / "killed")}
     plan = {"handler__after": pause.fault, "release__before": fault}
@@ -74,8 +74,10 @@ def test_a_worker_that_dies_while_it_gives_back_has_lost_nothing(start_worker, t
 @pytest.mark.parametrize(
     "place", ["claim.committed", "handler.after", "settle.before_commit", "settle.committed"]
 )
-def test_a_whole_worker_that_dies_at(start_worker, tmp_path, pause, place):
-    """F01 without a supervisor that could tell: all it held is suspect, and clears itself."""
+def test_no_event_is_lost_when_a_supervisor_dies_with_its_processes_at(
+    start_worker, tmp_path, pause, place
+):
+    """F01: no supervisor reports the running events, so all claimed events are suspects."""
     publish_many(("fault.effect", n) for n in range(20))
     plan = {place.replace(".", "__"): pause.fault}
     dying = start_worker(env=failpoints.environment(**plan), eventbus=PATIENT)
@@ -90,45 +92,45 @@ def test_a_whole_worker_that_dies_at(start_worker, tmp_path, pause, place):
     assert not EventLog.objects.filter(crashes__gt=1).exists()
 
 
-def zombies_first_run(start_worker, tmp_path, pause, lease=PATIENT):
-    """A worker stopped in its handler's end, for longer than others wait for it.
+def first_run_of_a_stale_worker(start_worker, tmp_path, pause, lease=PATIENT):
+    """Suspend a worker at the end of its handler, for longer than ABANDON_AFTER.
 
-    Its own supervisor has no reason to end it: what it does when it wakes is up to the fence.
+    Its supervisor does not kill it, so only the claim token prevents its settlement.
     """
     if connection.vendor == "sqlite":
-        pytest.skip("a zombie's open transaction holds the only write lock: nobody takes over")
+        pytest.skip("a stale worker's open transaction holds the only write lock")
     journal = HandlerJournal(tmp_path / "handlers")
-    zombie = start_worker(
+    stale = start_worker(
         env={**failpoints.environment(handler__after=pause.fault), HANDLERS: str(journal.path)},
         eventbus=lease,
     )
-    eventually(pause.seen.exists, lambda: zombie.log)
-    zombie.signal_all(signal.SIGSTOP)
+    eventually(pause.seen.exists, lambda: stale.log)
+    stale.signal_all(signal.SIGSTOP)
     abandon()
-    return zombie, journal
+    return stale, journal
 
 
-def test_a_zombie_that_takes_its_own_event_again_settles_it_once(start_worker, tmp_path, pause):
-    """F07: no other worker is there; the late attempt must not settle the new one's claim."""
+def test_a_stale_worker_that_claims_its_event_again_settles_it_once(start_worker, tmp_path, pause):
+    """F07: there is no other worker; the late attempt must not settle the claim of the new one."""
     publish("fault.effect", {})
-    # When its registration is due, in a quarter of the time, it gets to know that it has none.
+    # The worker learns at its next renewal, after a quarter of this, that it has no registration.
     lease = {"ABANDON_AFTER": 20.0}
-    zombie, journal = zombies_first_run(start_worker, tmp_path, pause, lease)
+    stale, journal = first_run_of_a_stale_worker(start_worker, tmp_path, pause, lease)
     assert store_for().recover() == 1
-    zombie.signal_all(signal.SIGCONT)
+    stale.signal_all(signal.SIGCONT)
     pause.go_on()
-    eventually(lambda: not QueuedEvent.objects.exists(), lambda: zombie.log)
+    eventually(lambda: not QueuedEvent.objects.exists(), lambda: stale.log)
     invariants.check(handlers=journal)
     assert Effect.objects.count() == EventLog.objects.count() == 1
     assert len({fact["token"] for fact in journal.read()}) == 2
 
 
-def test_a_zombie_that_wakes_while_the_new_attempt_runs_cannot_touch_it(
+def test_a_stale_worker_that_wakes_during_the_new_attempt_cannot_settle_it(
     start_worker, tmp_path, pause
 ):
-    """F07: both are at work on the same event at once; the new token alone counts."""
+    """F07: both attempts run at the same time, and only the new claim token is valid."""
     event = publish("fault.effect", {})
-    zombie, _ = zombies_first_run(start_worker, tmp_path, pause)
+    stale, _ = first_run_of_a_stale_worker(start_worker, tmp_path, pause)
     second = {**pause.fault, "once": str(tmp_path / "twice"), "seen": str(tmp_path / "running")}
     second["until"] = str(tmp_path / "finish")
     other = start_worker(
@@ -136,10 +138,10 @@ def test_a_zombie_that_wakes_while_the_new_attempt_runs_cannot_touch_it(
     )
     eventually((tmp_path / "running").exists, lambda: other.log)
     claim = QueuedEvent.objects.get().claim_token
-    zombie.signal_all(signal.SIGCONT)
+    stale.signal_all(signal.SIGCONT)
     pause.go_on()
-    zombie.signal(signal.SIGTERM)
-    zombie.wait()
+    stale.signal(signal.SIGTERM)
+    stale.wait()
     held = QueuedEvent.objects.get()
     assert (held.claim_token, held.status) == (claim, "PROCESSING")
     assert not Effect.objects.exists()
@@ -150,10 +152,11 @@ def test_a_zombie_that_wakes_while_the_new_attempt_runs_cannot_touch_it(
     assert Effect.objects.count() == 1
 
 
-@on_one_database
-@pytest.mark.parametrize("death", ["abort", "segfault", "out_of_memory"])
-def test_a_handler_that_kills_its_process_is_the_only_one_charged(start_worker, death):
-    """F11: whatever it dies of, it ends as crashed, and its neighbours are handled."""
+@pytest.mark.parametrize(
+    "death", ["abort", "segfault", pytest.param("out_of_memory", marks=on_one_database)]
+)
+def test_only_the_event_whose_handler_kills_its_process_is_charged(start_worker, death):
+    """F11: the event ends as crashed for any cause of death, and the other events are handled."""
     publish_many(("fault.effect", n) for n in range(5))
     poison = publish("fault.death", death)
     publish_many(("fault.effect", n) for n in range(5))
@@ -162,7 +165,68 @@ def test_a_handler_that_kills_its_process_is_the_only_one_charged(start_worker, 
     invariants.check()
     (dead,) = dead_letters.list()
     assert dead.event_id == poison.event_id
-    if death != "out_of_memory":  # Python may have got a MemoryError out of it
+    if death != "out_of_memory":  # Python may have raised a MemoryError instead of dying.
         assert (dead.error_type, dead.crashes) == ("crashed", 3)
     assert set(EventLog.objects.filter(type="fault.effect").values_list("crashes")) == {(0,)}
     assert Effect.objects.count() == 10
+
+
+BOTH_SIGNALS = pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name
+)
+
+
+def assert_stopped(worker):
+    assert worker.wait() == 0, worker.log
+    assert not EventWorker.objects.exists(), "a registration was left behind"
+    assert "Traceback" not in worker.log
+    assert "ended with" not in worker.log
+
+
+@BOTH_SIGNALS
+@pytest.mark.parametrize("options", [(), IN_ONE_PROCESS], ids=["supervisor", "one process"])
+def test_a_command_that_is_asked_to_stop_while_it_starts_exits_with_0(
+    start_worker, pause, options, number
+):
+    plan = failpoints.environment(start__command=pause.fault)
+    worker = start_worker(*options, env=plan, eventbus=PATIENT)
+    eventually(pause.seen.exists, lambda: worker.log)
+    worker.signal(number)
+    assert_stopped(worker)
+
+
+@BOTH_SIGNALS
+def test_a_worker_process_that_is_asked_to_stop_while_it_starts_exits_with_0(
+    start_worker, pause, number
+):
+    """The signal reaches the whole process group, as Ctrl-C and many service managers send it."""
+    plan = failpoints.environment(start__child=pause.fault)
+    worker = start_worker(env=plan, eventbus=PATIENT)
+    eventually(pause.seen.exists, lambda: worker.log)
+    worker.signal_all(number)
+    assert_stopped(worker)
+
+
+@BOTH_SIGNALS
+def test_a_supervisor_that_is_asked_to_stop_while_it_starts_processes_stops_them_all(
+    start_worker, pause, number
+):
+    plan = failpoints.environment(start__registered={**pause.fault, "nth": 2})
+    worker = start_worker("--processes", "3", env=plan, eventbus=PATIENT)
+    eventually(pause.seen.exists, lambda: worker.log)
+    worker.signal(number)
+    eventually(lambda: "Stopping" in worker.log)
+    pause.go_on()
+    assert_stopped(worker)
+
+
+@BOTH_SIGNALS
+def test_a_worker_in_one_process_that_is_asked_to_stop_while_it_registers_exits_with_0(
+    start_worker, pause, number
+):
+    plan = failpoints.environment(start__registered=pause.fault)
+    worker = start_worker(*IN_ONE_PROCESS, env=plan, eventbus=PATIENT)
+    eventually(pause.seen.exists, lambda: worker.log)
+    worker.signal(number)
+    pause.go_on()
+    assert_stopped(worker)

@@ -1,4 +1,4 @@
-"""Everything at once, for a while: F50."""
+"""All faults together, for a while: F50."""
 
 import os
 import random
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.long
 
 SECONDS = float(os.environ.get("EVENTBUS_FAULT_SECONDS", 60))
 WORKERS = 4
-# Of one supervisor between the first and the last third of the soak.
+# The allowed growth of one supervisor between the first and the last third of the soak.
 MORE_FILES = 10
 MORE_BYTES = 20 << 20
 
 
 class Nemesis:
-    """Does harm, one act after the other, in an order that its seed decides."""
+    """Injects one fault after the other, in an order given by the seed."""
 
     def __init__(self, cluster, fleet, rng):
         self.cluster, self.fleet, self.rng = cluster, fleet, rng
@@ -40,17 +40,17 @@ class Nemesis:
         self.done[act.__name__] += 1
 
     def kill(self):
-        self.fleet.kill_somebody()
+        self.fleet.kill_a_process()
 
     def pause(self):
-        """Now and then longer than a worker may be silent."""
+        """Suspend a worker, sometimes for longer than ABANDON_AFTER."""
         worker = self.rng.choice(self.fleet.workers)
         worker.signal_all(signal.SIGSTOP)
         time.sleep(self.rng.choice((0.1, 0.5, 3.0)))
         worker.signal_all(signal.SIGCONT)
 
     def cut(self):
-        """Some sessions, whatever they do."""
+        """Terminate some sessions."""
         self.cluster.primary.sql(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
             "AND backend_type = 'client backend' AND random() < 0.3"
@@ -61,8 +61,11 @@ class Nemesis:
 
 
 class Sizes:
-    """Open files and memory of supervisors, as time goes by. They run no handlers: neither may
-    grow. One that was killed tells nothing of slopes, so each is compared with itself."""
+    """Open files and memory of supervisors over time.
+
+    Supervisors run no handlers, so neither may grow. A restarted supervisor starts small, so each
+    process is compared with itself.
+    """
 
     def __init__(self):
         self.seen = {}
@@ -71,14 +74,14 @@ class Sizes:
         for worker in workers:
             try:
                 process = psutil.Process(worker.process.pid)
-                if children(worker):  # it has come up
+                if children(worker):  # It has started.
                     size = (process.num_fds(), process.memory_info().rss)
                     self.seen.setdefault(worker.process.pid, []).append(size)
             except psutil.NoSuchProcess:
                 continue
 
     def growth(self):
-        """The most that any grew by, in files and in bytes."""
+        """The largest growth of any supervisor, in files and in bytes."""
         grown = [(0.0, 0.0)]
         for sizes in self.seen.values():
             third = len(sizes) // 3

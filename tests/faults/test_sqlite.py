@@ -1,4 +1,4 @@
-"""SQLite: several processes at one file, in both kinds of journal (F48)."""
+"""SQLite: several processes use one file, in both journal modes (F48)."""
 
 import sqlite3
 import threading
@@ -22,7 +22,7 @@ pytestmark = [
 
 @pytest.fixture(params=["WAL", "DELETE"])
 def journal(request, monkeypatch):
-    """The mode of the database's file, for this process and those it starts."""
+    """Set the journal mode of the database, for this process and the processes it starts."""
     monkeypatch.setenv(JOURNAL, request.param)
     options = connection.settings_dict["OPTIONS"]
     command = options["init_command"]
@@ -37,8 +37,8 @@ def journal(request, monkeypatch):
 
 
 def reopened():
-    """With its mode set: for that SQLite wants the file for itself, and does not wait for a process
-    that has been killed and is still being cleared away."""
+    """Reopen the connection, which sets the journal mode. SQLite needs exclusive access for that,
+    and does not wait for a killed process that still exists."""
     connection.close()
     try:
         connection.ensure_connection()
@@ -48,7 +48,7 @@ def reopened():
 
 
 class Reader:
-    """Reads the queue in a transaction of its own, and stays in it until told."""
+    """Keeps a read transaction on the queue open in another thread."""
 
     def __enter__(self):
         self._reads, self._stop = threading.Event(), threading.Event()
@@ -85,7 +85,7 @@ def drained():
     return not QueuedEvent.objects.exists()
 
 
-def all_is_well(count, workers):
+def check_that_all_are_handled(count, workers):
     eventually(drained, lambda: "\n".join(worker.log for worker in workers))
     invariants.check()
     invariants.check_order_of_effects()
@@ -93,20 +93,18 @@ def all_is_well(count, workers):
     assert not [worker.log for worker in workers if "locked" in worker.log]
 
 
-def test_four_processes_and_one_that_is_killed_in_the_middle_of_a_write(
-    journal, start_worker, tmp_path
-):
-    """The journal is rolled back by whoever opens the file next."""
+def test_a_process_killed_during_a_write_does_not_stop_the_others(journal, start_worker, tmp_path):
+    """The next process that opens the file rolls back the journal."""
     count = published()
     plan = {"settle__before_commit": {"do": "kill", "once": str(tmp_path / "killed")}}
     env = failpoints.environment(**plan)
     workers = [start_worker("--processes", "2", env=env) for _ in range(2)]
-    all_is_well(count, workers)
+    check_that_all_are_handled(count, workers)
     assert (tmp_path / "killed").exists()
 
 
 def a_writer_waits():
-    """For readers to leave, before it may write to the file: until then no new one is let in."""
+    """Whether a writer waits for readers to leave; meanwhile no new reader is admitted."""
     with closing(sqlite3.connect(connection.settings_dict["NAME"], timeout=0)) as newcomer:
         try:
             newcomer.execute("SELECT count(*) FROM django_eventbus_queuedevent").fetchone()
@@ -115,13 +113,13 @@ def a_writer_waits():
     return False
 
 
-def test_a_long_reader_is_waited_for_and_nothing_fails(journal, start_worker):
-    """With a write-ahead log nobody waits for it; without, writers do, and not for ever."""
+def test_workers_wait_for_a_long_reader_without_errors(journal, start_worker):
+    """Without a write-ahead log, writers wait for a reader for a limited time."""
     count = published()
     with Reader():
         workers = [start_worker("--processes", "2") for _ in range(2)]
         if journal == "WAL":
-            all_is_well(count, workers)
+            check_that_all_are_handled(count, workers)
         else:
             eventually(a_writer_waits, lambda: workers[0].log)
-    all_is_well(count, workers)
+    check_that_all_are_handled(count, workers)

@@ -1,12 +1,13 @@
-"""F02: the Nth statement of a worker's life fails, for every N, until none is left to fail."""
+"""F02: the Nth statement of a worker fails, for every N."""
 
 from contextlib import suppress
 
 import pytest
 from django.db import Error, transaction
 
-from django_eventbus import Retry, dead_letters, handler, publish, worker
+from django_eventbus import Retry, dead_letters, handler, publish
 from django_eventbus.models import EventLane, EventLog, QueuedEvent
+from django_eventbus.worker import wakeup
 from tests.bus import drain, make_due
 from tests.faults import invariants
 from tests.faults.statements import sweep
@@ -14,13 +15,13 @@ from tests.shop.models import Effect
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.long]
 
-#: What every run must come to, whatever failed on the way.
+#: The result of every run, with any fault.
 ENDS = {"plain": "COMPLETED", "keyed": "COMPLETED", "twice": "COMPLETED", "outside": "COMPLETED"}
 
 
 @pytest.fixture
 def handlers(monkeypatch):
-    monkeypatch.setattr(worker, "TROUBLE_WAIT", 0.01)
+    monkeypatch.setattr(wakeup, "OUTAGE_WAIT", 0.01)
 
     def effect(event):
         Effect.objects.create(event_id=event.id, handler=event.handler_name)
@@ -49,7 +50,7 @@ def publish_afresh():
 
 
 def drain_if_possible():
-    """Without a supervisor, one who cannot register does not begin, and says so."""
+    """Drain. A worker without a supervisor raises if it cannot register."""
     with suppress(Error):
         drain()
 
@@ -68,7 +69,7 @@ def finish_and_check(hit):
 
 
 @pytest.mark.parametrize("answer_lost", [False, True], ids=["not sent", "answer lost"])
-def test_a_worker_gets_over_the_loss_of_any_statement(handlers, answer_lost, figures):
+def test_a_worker_recovers_from_the_loss_of_any_statement(handlers, answer_lost, figures):
     swept = sweep(publish_afresh, drain_if_possible, finish_and_check, answer_lost=answer_lost)
     figures(f"{swept} statements")
     assert swept > 20
@@ -82,7 +83,7 @@ def test_a_publisher_that_loses_a_statement_has_published_all_or_nothing(answer_
                 publish("plain", n)
 
     def check(hit):
-        # What comes after the commit is a hint to the workers, and its loss nobody's loss.
+        # The statement after the commit is a NOTIFY, whose loss has no effect.
         assert QueuedEvent.objects.count() == (0 if hit and "INSERT" in hit else 3), hit
 
     swept = sweep(QueuedEvent.objects.all().delete, publish_three, check, answer_lost=answer_lost)

@@ -1,4 +1,4 @@
-"""Factories make events that the rest of the bus takes for its own."""
+"""Factories create events that the bus can handle."""
 
 import subprocess
 import sys
@@ -22,13 +22,13 @@ def test_a_queued_event_can_be_handled():
     assert seen == [{"n": 1}]
 
 
-def test_events_are_of_the_project(settings):
+def test_events_have_the_namespace_of_the_project(settings):
     settings.EVENTBUS = {"NAMESPACE": "shop", "QUEUE": "mail", "QUEUES": ["mail"]}
     event = QueuedEventFactory()
     assert (event.namespace, event.queue) == ("shop", "mail")
 
 
-def test_an_ended_event_is_no_dead_letter():
+def test_an_ended_event_is_not_a_dead_letter():
     EventLogFactory.create_batch(3)
     assert EventLog.objects.count() == 3
     assert not DeadEvent.objects.exists()
@@ -45,7 +45,8 @@ def test_a_dead_letter_can_be_retried():
     assert drain().handled == 2
 
 
-def test_what_is_missing_is_said():
+@pytest.mark.processes
+def test_a_missing_library_is_named():
     code = (
         "import sys, django; sys.modules['factory'] = None; django.setup(); "
         "import django_eventbus.integrations.factory_boy"

@@ -1,4 +1,4 @@
-"""Handlers for worker processes that tests start. In the test process itself they are forgotten."""
+"""Handlers for worker processes that tests start. The test process removes them."""
 
 import ctypes
 import os
@@ -38,6 +38,25 @@ def write_outside(event):
     effect(event)
 
 
+@handler("process.celery", name="celery_effect", executor="celery")
+def write_in_celery(event):
+    effect(event, str(event.payload))
+
+
+@handler("process.task", name="task_effect", executor="task")
+def write_in_a_task(event):
+    effect(event, str(event.payload))
+
+
+@handler("process.celery_signal", name="celery_signal", executor="celery", timeout=100)
+def signal_and_wait_in_celery(event):
+    """Create a file with the id of the process when it runs, and wait for another file."""
+    effect(event, "started")
+    Path(event.payload["started"]).write_text(str(os.getpid()))
+    while not Path(event.payload["go_on"]).exists():
+        time.sleep(0.01)
+
+
 @handler("process.exit", name="exit")
 def leave(event):
     effect(event)
@@ -56,8 +75,8 @@ def hold_the_gil(event):
 
 
 @handler("process.signal", name="signal")
-def tell_and_wait(event):
-    """Tell that it runs, by a file, and wait until another file says to go on."""
+def signal_and_wait(event):
+    """Create a file when it runs, and wait for another file."""
     effect(event, "started")
     Path(event.payload["started"]).touch()
     while not Path(event.payload["go_on"]).exists():
@@ -65,7 +84,7 @@ def tell_and_wait(event):
 
 
 @handler("process.signal_outside", name="signal_outside", atomic=False, timeout=100)
-def tell_and_wait_outside(event):
+def signal_and_wait_outside(event):
     Path(event.payload["started"]).touch()
     while not Path(event.payload["go_on"]).exists():
         time.sleep(0.01)
@@ -83,8 +102,17 @@ def leave_as_if_done(event):
     os._exit(0)
 
 
-@handler("process.ignore_deadline", name="ignore_deadline", timeout=0.3)
+@handler("process.ignore_deadline", name="ignore_deadline", timeout=0.3, retry={"max_retries": 0})
+@handler(
+    "process.ignore_deadline_twice",
+    name="ignore_deadline_twice",
+    timeout=0.3,
+    retry={"max_retries": 1, "base_delay": 0},
+)
 def ignore_the_deadline(event):
+    if event.payload:
+        with Path(event.payload).open("a") as runs:
+            runs.write(f"{event.attempt}\n")
     while True:
         try:
             time.sleep(600)
@@ -99,8 +127,8 @@ def sleep_in_the_database(event):
 
 
 @handler("process.limited", name="limited", atomic=False, max_running=2)
-def count_who_runs(event):
-    """Write down how many run, itself included. The first one waits for a second."""
+def count_running_calls(event):
+    """Record the number of running calls. The first call waits until a second one runs."""
     directory = Path(event.payload)
     mine, met = directory / str(event.id), directory.with_name("met")
     mine.touch()
@@ -129,7 +157,7 @@ def run_alone(event):
     breaker=CircuitBreaker(min_calls=1000, open_for=3600),
     retry={"max_retries": 1000, "base_delay": 0},
 )
-def call_what_is_down(event):
+def call_a_failing_service(event):
     effect(event)
     if not Path(event.payload).exists():
         raise ConnectionError("no route")

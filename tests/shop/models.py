@@ -6,7 +6,7 @@ from django_eventbus.integrations.django_querysets import BridgedQuerySet
 
 
 class Effect(models.Model):
-    """What a handler did, written inside its transaction."""
+    """An effect that a handler writes inside its transaction."""
 
     event_id = models.UUIDField()
     handler = models.CharField(max_length=100)
@@ -24,7 +24,7 @@ class Customer(models.Model):
 
 
 class Order(models.Model):
-    """What bridges are tried on."""
+    """A model for tests of bridges."""
 
     status = models.CharField(max_length=20, default="new")
     total = models.DecimalField(max_digits=8, decimal_places=2, default=0)
@@ -51,7 +51,7 @@ class ExpressOrder(Order):
 
 
 class Parcel(models.Model):
-    """Its key is made by a default, its manager is Django's own."""
+    """A model with a default primary key and Django's own manager."""
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4)
     weight = models.IntegerField(default=0)

@@ -1,12 +1,15 @@
-"""How much does a statement read? Counted by the database, so that no test has to take time."""
+"""The number of rows that a statement reads, counted by the database instead of measuring time."""
 
 from django.db import connection
 
-QUEUE = "django_eventbus_queuedevent"
+TABLES = ["django_eventbus_queuedevent", "django_eventbus_eventlane"]
 
 
 def rows_read(action):
-    """Rows of the queue (SQLite: steps of its machine, some per row) that the action reads."""
+    """The rows of the queue and of lanes that the action reads.
+
+    On SQLite it is the number of steps of its virtual machine, several per row.
+    """
     if connection.vendor == "sqlite":
         return _steps(action)
     counter = {"postgresql": _postgresql, "mysql": _mariadb}[connection.vendor]
@@ -34,10 +37,10 @@ def _steps(action):
 def _postgresql():
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT pg_stat_get_xact_tuples_returned(%s::regclass) + sum("
-            "pg_stat_get_xact_tuples_returned(indexrelid)) FROM pg_index "
-            "WHERE indrelid = %s::regclass",
-            [QUEUE, QUEUE],
+            "SELECT sum(pg_stat_get_xact_tuples_returned(oid)) FROM pg_class "
+            "WHERE oid = ANY (%s::regclass[]) OR oid IN "
+            "(SELECT indexrelid FROM pg_index WHERE indrelid = ANY (%s::regclass[]))",
+            [TABLES, TABLES],
         )
         return int(cursor.fetchone()[0])
 

@@ -1,4 +1,4 @@
-"""claim: who gets what, in which order, and never twice."""
+"""claim: which events a worker gets, in which order, and never twice."""
 
 import uuid
 
@@ -7,7 +7,7 @@ import pytest
 from django_eventbus.events import uuid7
 from django_eventbus.exceptions import WorkerEvictedError
 from django_eventbus.models import EventWorker, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.publishing.publisher import publish, publish_many
 from django_eventbus.store import store_for
 
 pytestmark = pytest.mark.django_db
@@ -37,13 +37,13 @@ def test_a_claimed_event_is_not_claimed_again(store, worker_id):
     assert claim(store, worker_id) == []
 
 
-def test_events_come_in_the_order_they_were_published(store, worker_id):
+def test_events_are_claimed_in_the_order_of_publishing(store, worker_id):
     publish_many(("order.placed", n) for n in range(30))
     first, second = claim(store, worker_id, 10), claim(store, worker_id, 20)
     assert [event.payload_json for event in first + second] == [str(n) for n in range(30)]
 
 
-def test_a_claim_takes_no_more_than_its_limit(store, worker_id):
+def test_a_claim_takes_at_most_its_limit(store, worker_id):
     publish_many(("order.placed", n) for n in range(30))
     assert len(claim(store, worker_id, 7)) == 7
     assert QueuedEvent.objects.filter(status="PROCESSING").count() == 7
@@ -59,7 +59,7 @@ def test_a_higher_priority_overtakes_a_backlog(store, worker_id):
 
 
 def test_a_retried_event_with_an_old_id_is_found_behind_the_floor(store, worker_id):
-    """The claim starts where the last one did; what came back below it must not be lost."""
+    """A claim starts at the floor of the last one; released events below it must not be lost."""
     publish_many(("order.placed", n) for n in range(40))
     first = claim(store, worker_id, 10)
     claim(store, worker_id, 10)
@@ -69,7 +69,7 @@ def test_a_retried_event_with_an_old_id_is_found_behind_the_floor(store, worker_
     assert {event.row_id for event in first} <= {event.row_id for event in rest}
 
 
-def test_events_from_before_and_behind_the_floor_come_in_order(store, worker_id):
+def test_events_on_both_sides_of_the_floor_are_claimed_in_order(store, worker_id):
     publish_many(("step", n) for n in range(3))
     first = claim(store, worker_id, 1)
     claim(store, worker_id, 1)
@@ -77,7 +77,7 @@ def test_events_from_before_and_behind_the_floor_come_in_order(store, worker_id)
     assert [event.payload_json for event in claim(store, worker_id)] == ["0", "2"]
 
 
-def test_queues_are_apart(store, worker_id, settings):
+def test_a_claim_takes_events_of_its_queue_only(store, worker_id, settings):
     settings.EVENTBUS = {"QUEUES": ["default", "mail"]}
     publish("a", {})
     publish("b", {}, queue="mail")
@@ -85,7 +85,7 @@ def test_queues_are_apart(store, worker_id, settings):
     assert [event.type for event in claim(store, worker_id)] == ["a"]
 
 
-def test_namespaces_are_apart(store, worker_id, settings):
+def test_a_claim_takes_events_of_its_namespace_only(store, worker_id, settings):
     """M8: projects that share a database do not see each other's events."""
     publish("ours", {})
     settings.EVENTBUS = {"NAMESPACE": "theirs"}
@@ -106,7 +106,7 @@ def test_a_delayed_event_waits_for_the_database_clock(worker_id, clock):
     assert [each.event_id for each in claim(store, worker_id)] == [event.event_id]
 
 
-def test_the_store_knows_when_the_next_event_is_due(clock):
+def test_the_store_returns_when_the_next_event_is_due(clock):
     store = store_for(clock=clock)
     assert store.next_due(["default"]) is None
     publish("later", {}, at=clock.now.replace(minute=5))
@@ -137,7 +137,7 @@ def test_a_worker_whose_registration_expired_claims_nothing(store, worker_id):
     assert claimed == []
 
 
-def test_every_claim_has_a_token_of_its_own(store, worker_id):
+def test_every_claim_has_its_own_token(store, worker_id):
     publish_many(("order.placed", n) for n in range(2))
     (one,), (other,) = claim(store, worker_id, 1), claim(store, worker_id, 1)
     assert one.claim.token != other.claim.token

@@ -7,7 +7,7 @@ import pytest
 from django.db.models import F
 
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.publishing.publisher import publish, publish_many
 from django_eventbus.store import Completed, NewEvent
 
 pytestmark = pytest.mark.django_db
@@ -21,13 +21,13 @@ def test_an_inserted_event_is_pending_and_has_an_id_and_a_time():
     assert event.created_at is not None
 
 
-def test_many_events_keep_the_order_they_were_given_in(store):
+def test_many_events_keep_their_order(store):
     publish_many(("order.placed", {"n": n}) for n in range(2500))
     numbers = [event.payload["n"] for event in QueuedEvent.objects.order_by("id")]
     assert numbers == list(range(2500))
 
 
-def test_many_events_share_what_they_have_in_common(store):
+def test_many_events_share_their_common_options(store):
     publish_many([("a", 1), ("b", [2])], key="k", queue="default", priority=3, headers={"h": 1})
     rows = QueuedEvent.objects.order_by("id").values_list(
         "type", "payload", "key", "priority", "headers", "version", "status"

@@ -1,9 +1,9 @@
-"""The store against a model of it in plain Python, through sequences nobody would think of.
+"""Compare the store with a model in plain Python, on random sequences of operations.
 
-The machine plays several workers that keep to the store's contract (settle a key's events in order,
-give back the rest, then the lanes), clocks that run, workers that die at any moment, and zombies
-that come back with tokens that are not theirs any more. After each step the tables must be what
-the model says, to the last column.
+The state machine simulates workers that keep the contract of the store (settle the events of a key
+in order, release the rest, then the lanes), passing time, workers that die at any moment, and
+stale workers that return with outdated claim tokens. After each step every column of the tables
+must equal the model.
 """
 
 import os
@@ -27,16 +27,27 @@ from hypothesis.stateful import (
 from django_eventbus.events import uuid7
 from django_eventbus.exceptions import ClaimLostError, WorkerEvictedError
 from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
-from django_eventbus.publishing import publish
-from django_eventbus.store import Completed, Finished, Postponed, Progressed, store_for
+from django_eventbus.publishing.publisher import publish
+from django_eventbus.store import (
+    AT_ONCE,
+    After,
+    Charge,
+    Completed,
+    Finished,
+    Postponed,
+    Progressed,
+    SetAside,
+    set_aside,
+    store_for,
+)
 from tests.conftest import Clock
 from tests.faults.seeds import seeded
 
 ABANDON_AFTER = timedelta(seconds=60)
 ERROR = {"handler": "h", "attempt": 1, "at": "", "type": "E", "message": "m", "traceback": "t"}
-STATES = {"h": {"state": "retry", "failures": 1}}
+STATES = {"h": {"state": "retry", "failures": 1, "due": "2026-03-01T12:00:00+00:00"}}
 KEYS = (None, None, "a", "b", "c")
-#: What may happen, and how often it does beside the others.
+#: The operations and their relative frequency.
 ACTIONS = {
     "publish": 8,
     "claim": 10,
@@ -51,7 +62,7 @@ ACTIONS = {
     "lose_the_registration": 1,
     "suspect": 1,
     "take_back_a_claim": 1,
-    "a_zombie_tries_everything": 3,
+    "a_stale_worker_tries_everything": 3,
     "revive": 3,
     "purge": 1,
 }
@@ -60,7 +71,7 @@ NEEDS = {
     "settle_all": "working",
     "give_back": "working",
     "take_back_a_claim": "claimed",
-    "a_zombie_tries_everything": "claimed",
+    "a_stale_worker_tries_everything": "claimed",
     "revive": "dead",
     "purge": "dead",
 }
@@ -68,7 +79,7 @@ NEEDS = {
 
 @dataclass
 class ModelEvent:
-    """What a row of the queue, or of the log, should say."""
+    """The expected row of the queue or of the log."""
 
     row_id: int
     key: str | None
@@ -76,21 +87,22 @@ class ModelEvent:
     available_at: object = None
     attempts: int = 0
     crashes: int = 0
+    interruptions: int = 0
     errors: int = 0
     deliveries: object = None
     token: uuid.UUID | None = None
     worker: uuid.UUID | None = None
     #: None while it is queued.
     ended: str | None = None
-    #: Delayed and revived events join their key late, so their place is not that of their id.
+    #: Delayed and revived events join their key late, so their position differs from their id.
     latecomer: bool = False
 
     def queue_row(self):
         status = "PROCESSING" if self.token else "PENDING"
-        return (status, self.token, self.worker, self.available_at, *self.story())
+        return (status, self.token, self.worker, self.available_at, *self.records())
 
-    def story(self):
-        return (self.attempts, self.crashes, self.errors, self.deliveries)
+    def records(self):
+        return (self.attempts, self.crashes, self.interruptions, self.errors, self.deliveries)
 
     def unclaim(self):
         self.token = self.worker = None
@@ -98,11 +110,11 @@ class ModelEvent:
 
 @dataclass
 class ModelClaim:
-    """What a worker knows of its claim, whether or not it still holds it."""
+    """A claim as its worker knows it, whether or not the worker still owns it."""
 
     token: uuid.UUID
     worker: uuid.UUID
-    #: Rows it has not dealt with yet, in order.
+    #: Unsettled rows, in order.
     left: list[int]
     lanes: dict[str, int]
     waits: dict[str, float] = field(default_factory=dict)
@@ -122,7 +134,7 @@ class Bus(RuleBasedStateMachine):
         self.expiry = {}
         self.suspects = {}
         self.claims = []
-        #: Key to the token that owns its lane, and to the moment its lane waits for.
+        #: The owning token of each key, and the time that its lane waits for.
         self.owners = {}
         self.ready = {}
 
@@ -137,7 +149,7 @@ class Bus(RuleBasedStateMachine):
                 for model in (QueuedEvent, EventLog, EventLane, EventWorker):
                     model.objects.all().delete()
 
-    # -- what the model knows
+    # -- queries on the model
 
     def queued(self):
         return [each for each in self.events.values() if each.ended is None]
@@ -162,11 +174,11 @@ class Bus(RuleBasedStateMachine):
         return self.claims
 
     def working(self):
-        """Claims with something left to do, as their workers see it."""
+        """Claims with unsettled rows, as their workers know them."""
         return [each for each in self.claims if each.left or each.lanes]
 
     def claimable(self):
-        """Pending events that a claim might take now; of a key only if nobody has it."""
+        """Pending events that a claim could take now; keyed ones only if the key has no owner."""
         return [
             each
             for each in self.pending()
@@ -180,8 +192,8 @@ class Bus(RuleBasedStateMachine):
 
     @rule(dice=st.integers(0, 2**64 - 1))
     def something_happens(self, dice):
-        """One rule, one number, and our own weights: left to choose among many rules and values,
-        hypothesis repeats itself, and of forty steps hardly one is a claim that finds something."""
+        """One rule with one number and our own weights. With many rules and values hypothesis
+        repeats itself, and hardly one of forty steps is a claim that finds an event."""
         thrown = random.Random(dice)
 
         def draw(choices, what):
@@ -222,7 +234,7 @@ class Bus(RuleBasedStateMachine):
         self.store.register(registration)
         self.expiry[registration.pk] = self.now + ABANDON_AFTER
         self.suspects[registration.pk] = set()
-        # Each worker has a store of its own, with its own memory of where to begin looking.
+        # Each worker has its own store, which remembers the floor of its claims.
         self.stores[registration.pk] = store_for(clock=self.clock)
 
     def renew(self, draw):
@@ -239,10 +251,10 @@ class Bus(RuleBasedStateMachine):
         except WorkerEvictedError:
             found = None
         if self.expiry[worker] <= self.now:
-            assert not found, "a worker that is taken for dead claimed something"
+            assert not found, "an expired worker claimed an event"
             return
-        assert found is not None, "a living worker was called dead"
-        assert found or not claimable, f"{claimable} were ready and the claim came back empty"
+        assert found is not None, "a live worker was treated as expired"
+        assert found or not claimable, f"{claimable} were ready and the claim was empty"
         self.check_claim(found, limit, claimable)
         self.note_claim(worker, found)
 
@@ -253,7 +265,7 @@ class Bus(RuleBasedStateMachine):
         unkeyed = [self.events[row_id] for row_id in rows if self.events[row_id].key is None]
         others = sum(1 for row_id in claimable if self.events[row_id].key is None)
         keyed = len(rows) - len(unkeyed)
-        assert len(unkeyed) == min(others, limit - keyed), "somebody was passed over"
+        assert len(unkeyed) == min(others, limit - keyed), "an event was left out"
         assert unkeyed == sorted(unkeyed, key=lambda e: (-e.priority, e.row_id))
         for key in {event.key for event in found} - {None}:
             self.check_order(key, [event.row_id for event in found if event.key == key])
@@ -278,9 +290,10 @@ class Bus(RuleBasedStateMachine):
             event = self.events[each.row_id]
             event.attempts += 1
             event.token, event.worker = token, worker
-            assert (each.attempts, each.crashes, each.key) == (
+            assert (each.attempts, each.crashes, each.interruptions, each.key) == (
                 event.attempts,
                 event.crashes,
+                event.interruptions,
                 event.key,
             )
         lanes = {event.key: event.lane_id for event in found if event.key is not None}
@@ -290,7 +303,7 @@ class Bus(RuleBasedStateMachine):
         left = [event.row_id for event in found]
         self.claims.append(ModelClaim(token, worker, left, lanes))
 
-    # -- settling, as a worker does that may or may not still own what it settles
+    # -- settling, under a claim that may be lost
 
     def settle(self, draw):
         claim = draw(self.working(), "claim")
@@ -298,17 +311,17 @@ class Bus(RuleBasedStateMachine):
         if not heads:
             return
         row_id = draw(heads, "row")
-        how = draw(("completed", "failed", "postponed", "progressed", "blamed"), "how")
+        how = draw(("completed", "failed", "postponed", "progressed", "set aside"), "how")
         delay = draw((0, 5), "delay")
         event = self.events.get(row_id)
-        if how == "blamed":
-            self.blame(claim, row_id, event)
+        if how == "set aside":
+            self.set_aside(claim, row_id, event)
             return
         settlement = {
             "completed": Completed(row_id),
             "failed": Finished(row_id=row_id, status="FAILED", deliveries=STATES, errors=[ERROR]),
             "postponed": Postponed(
-                row_id=row_id, deliveries=STATES, errors=[ERROR], delay=float(delay)
+                row_id=row_id, deliveries=STATES, errors=[ERROR], wait=After(float(delay))
             ),
             "progressed": Progressed(row_id=row_id, deliveries=STATES, errors=[ERROR]),
         }[how]
@@ -330,7 +343,7 @@ class Bus(RuleBasedStateMachine):
             event.ended, event.token = ("COMPLETED" if how == "completed" else "FAILED"), None
 
     def heads(self, claim):
-        """What may be settled next: of a key the first, and nothing once that went back."""
+        """The rows that may be settled next: the first of each key, none after a release."""
         seen, heads = set(claim.waits), []
         for row_id in claim.left:
             key = self.events[row_id].key if row_id in self.events else None
@@ -345,23 +358,26 @@ class Bus(RuleBasedStateMachine):
             with transaction.atomic():
                 self.store.settle(claim.token, settlements)
         except ClaimLostError:
-            assert not expected, "a claim that is held was called lost"
+            assert not expected, "a valid claim was reported as lost"
             return False
-        assert expected, "a claim that was lost has been settled"
+        assert expected, "a lost claim was settled"
         return True
 
-    def blame(self, claim, row_id, event):
-        """The worker stumbled over one event: ``recover_claim`` of that alone."""
+    def set_aside(self, claim, row_id, event):
+        """A worker sets aside an event that it cannot read or settle."""
         held = self.holds(claim, row_id)
-        assert self.store.recover_claim(claim.token, error=ERROR, ids=[row_id]) == held
+        became = set_aside(self.store, claim.token, row_id, error=ERROR, delay=5.0, verdict=None)
+        assert became is (SetAside.WAITING if held else SetAside.LOST)
         claim.left.remove(row_id)
         if held:
-            self.charge(event)
-            if event.key is not None:
-                claim.waits[event.key] = 0.0
+            self.charge(event, Charge.INTERRUPTION)
+            if event.key is None:
+                event.available_at = self.now + timedelta(seconds=5)
+            else:
+                claim.waits[event.key] = 5.0
 
     def settle_all(self, draw):
-        """A group: one lost claim among them and nothing of it may stand."""
+        """Settle a group: one lost claim rolls back all of it."""
         claim = draw(self.working(), "claim")
         rows = [row_id for row_id in claim.left if row_id in self.events]
         rows = [row_id for row_id in rows if self.events[row_id].key not in claim.waits]
@@ -374,14 +390,14 @@ class Bus(RuleBasedStateMachine):
                 self.events[row_id].ended, self.events[row_id].token = "COMPLETED", None
 
     def give_back(self, draw):
-        """The end of a batch: what was not started, then the lanes."""
+        """End a batch: release unstarted events, then the lanes."""
         claim = draw(self.working(), "claim")
         held = self.held(claim)
         assert self.store.release(claim.token, claim.left) == len(held)
         for row_id in held:
             self.events[row_id].attempts -= 1
             self.events[row_id].unclaim()
-        waits = {lane_id: claim.waits.get(key, 0.0) for key, lane_id in claim.lanes.items()}
+        waits = {lane_id: After(claim.waits.get(key, 0.0)) for key, lane_id in claim.lanes.items()}
         self.store.release_lanes(claim.token, waits)
         for key in claim.lanes:
             if self.owners.get(key) == claim.token:
@@ -396,28 +412,26 @@ class Bus(RuleBasedStateMachine):
         lost = [each for each in self.queued() if each.token and each.worker in expired]
         assert self.store.recover() == len(lost)
         for worker in expired:
-            # A suspect runs under its name or not at all: unnamed, it did not do it.
-            unknown = {each.row_id for each in self.queued() if not each.crashes}
-            self.take_back(worker=worker, blamed=self.suspects[worker] or unknown)
+            self.take_back(worker=worker, blamed=self.suspects[worker])
             self.forget(worker)
 
     def recover_worker(self, draw):
         worker = self.a_worker(draw)
-        crashed = draw((True, False), "crashed")
+        charge = draw(tuple(Charge), "charge")
         rows = self.rows_of(worker)
         blamed = {draw(rows, "blamed")} if rows else set()
-        count = self.store.recover_worker(worker, blamed=blamed, error=ERROR, crashed=crashed)
+        count = self.store.recover_worker(worker, blamed=blamed, error=ERROR, charge=charge)
         assert count == len(rows)
-        self.take_back(worker=worker, blamed=blamed, crashed=crashed)
+        self.take_back(worker=worker, blamed=blamed, charge=charge)
         self.forget(worker)
 
     def lose_the_registration(self, draw):
-        """Somebody deletes a worker's row; what it held is found by ``recover_orphans``."""
+        """Delete the row of a worker; ``recover_orphans`` finds its events."""
         worker = self.a_worker(draw)
         EventWorker.objects.filter(pk=worker).delete()
         self.forget(worker)
         assert self.store.recover_orphans() == len(self.rows_of(worker))
-        self.take_back(worker=worker, blamed=None)
+        self.take_back(worker=worker, blamed=set())
 
     def suspect(self, draw):
         worker = self.a_worker(draw)
@@ -431,16 +445,20 @@ class Bus(RuleBasedStateMachine):
         held = [each for each in self.queued() if each.token == claim.token]
         if draw((True, False), "uncharged"):
             assert self.store.release_claim(claim.token) == len(held)
-            self.take_back(token=claim.token, blamed=set())
+            self.take_back(token=claim.token, blamed=set(), charge=Charge.NOTHING)
         else:
-            assert self.store.recover_claim(claim.token, error=ERROR) == len(held)
-            self.take_back(token=claim.token, blamed=None)
+            assert self.store.interrupt_claim(claim.token, error=ERROR) == len(held)
+            self.take_back(token=claim.token, blamed=set())
 
-    def take_back(self, *, blamed, worker=None, token=None, crashed=True):
+    def take_back(self, *, blamed, worker=None, token=None, charge=Charge.CRASH):
+        if charge is not Charge.NOTHING and not blamed:
+            # A suspect runs only after it was named, so an unnamed one did not run.
+            charge = Charge.INTERRUPTION
+            blamed = {e.row_id for e in self.queued() if not (e.crashes or e.interruptions)}
         for event in self.queued():
             if event.token and (event.worker == worker or event.token == token):
-                if blamed is None or event.row_id in blamed:
-                    self.charge(event, crashed)
+                if event.row_id in blamed:
+                    self.charge(event, charge)
                 else:
                     event.attempts -= 1
                     event.unclaim()
@@ -451,34 +469,39 @@ class Bus(RuleBasedStateMachine):
                 self.ready[key] = self.now
 
     @staticmethod
-    def charge(event, crashed=True):
-        event.crashes += crashed
+    def charge(event, charge):
+        event.crashes += charge is Charge.CRASH
+        event.interruptions += charge is Charge.INTERRUPTION
         event.errors += 1
         event.unclaim()
+
+    def is_lost(self, claim, row_id):
+        found = set_aside(self.store, claim.token, row_id, error=ERROR, delay=0.0, verdict=None)
+        return found is SetAside.LOST
 
     def forget(self, worker):
         self.expiry.pop(worker)
         self.suspects.pop(worker)
 
-    def a_zombie_tries_everything(self, draw):
-        """With a token of the past, on rows that may be anybody's by now."""
+    def a_stale_worker_tries_everything(self, draw):
+        """Use an outdated token on rows that may belong to another worker."""
         claim = draw(self.claims, "claim")
         rows = [each.row_id for each in self.queued() if each.token != claim.token]
         lanes = {
-            lane.id: 0.0
+            lane.id: AT_ONCE
             for lane in EventLane.objects.all()
             if self.owners.get(lane.key) != claim.token
         }
         assert self.store.still_held(claim.token, rows) == {}
         assert self.store.release(claim.token, rows) == 0
-        assert self.store.recover_claim(claim.token, error=ERROR, ids=rows) == 0
+        assert all(self.is_lost(claim, row_id) for row_id in rows[:2])
         self.store.release_lanes(claim.token, lanes)
         for row_id in rows[:2]:
             failed = Finished(row_id=row_id, status="FAILED", deliveries=None, errors=[])
-            later = Postponed(row_id=row_id, deliveries={}, errors=[], delay=1.0)
+            later = Postponed(row_id=row_id, deliveries={}, errors=[], wait=After(1.0))
             self.is_settled(claim, [failed], expected=False)
             self.is_settled(claim, [later], expected=False)
-        # One row of its own beside a row that is not: nothing of it stands.
+        # One own row together with a foreign row: the whole settlement is rolled back.
         if rows and (own := self.held(claim)):
             self.is_settled(claim, [Completed(own[0]), Completed(rows[0])], expected=False)
 
@@ -489,7 +512,7 @@ class Bus(RuleBasedStateMachine):
         delay = draw((None, 5), "delay")
         ended = [each.row_id for each in self.events.values() if each.ended == "COMPLETED"]
         assert self.store.revive([event.row_id, *ended], delay=delay) == 1
-        event.attempts = event.crashes = event.errors = 0
+        event.attempts = event.crashes = event.interruptions = event.errors = 0
         event.ended = event.deliveries = event.worker = None
         event.available_at = self.now + timedelta(seconds=delay) if delay else None
         event.latecomer = True
@@ -499,7 +522,7 @@ class Bus(RuleBasedStateMachine):
         assert self.store.purge(self.store.dead.filter(id=event.row_id)) == 1
         del self.events[event.row_id]
 
-    # -- what must hold
+    # -- invariants
 
     @invariant()
     def the_tables_are_as_the_model_says(self):
@@ -511,6 +534,7 @@ class Bus(RuleBasedStateMachine):
                 row.available_at,
                 row.attempts,
                 row.crashes,
+                row.interruptions,
                 len(row.errors or ()),
                 row.deliveries,
             )
@@ -518,11 +542,20 @@ class Bus(RuleBasedStateMachine):
         }
         assert rows == {each.row_id: each.queue_row() for each in self.queued()}
         ended = {
-            row.pk: (row.status, row.attempts, row.crashes, len(row.errors or ()), row.deliveries)
+            row.pk: (
+                row.status,
+                row.attempts,
+                row.crashes,
+                row.interruptions,
+                len(row.errors or ()),
+                row.deliveries,
+            )
             for row in EventLog.objects.all()
         }
         assert ended == {
-            each.row_id: (each.ended, *each.story()) for each in self.events.values() if each.ended
+            each.row_id: (each.ended, *each.records())
+            for each in self.events.values()
+            if each.ended
         }
 
     @invariant()
@@ -534,12 +567,14 @@ class Bus(RuleBasedStateMachine):
                 assert self.owners.get(event.key) == event.token
 
     def everything_can_be_drained(self):
-        """No state is a dead end: time and the ordinary duties of a worker bring all of it out."""
+        """Every state can be drained by passing time and the upkeep of a worker."""
         self.clock.tick(10_000)
         self.recover()
         self.promote()
         for claim in list(self.claims):
-            assert not self.held(claim), "the recovery of every worker left something held"
+            assert not self.held(claim), (
+                "events are still claimed after the recovery of every worker"
+            )
         self.register()
         for _ in range(2 * len(self.events) + 1):
             self.drain_once()
@@ -559,7 +594,7 @@ class Bus(RuleBasedStateMachine):
         self.is_settled(claim, [Completed(row_id) for row_id in claim.left], expected=True)
         for row_id in claim.left:
             self.events[row_id].ended, self.events[row_id].token = "COMPLETED", None
-        self.store.release_lanes(claim.token, dict.fromkeys(claim.lanes.values(), 0.0))
+        self.store.release_lanes(claim.token, dict.fromkeys(claim.lanes.values(), AT_ONCE))
         for key in claim.lanes:
             del self.owners[key]
 
@@ -573,7 +608,7 @@ class Bus(RuleBasedStateMachine):
 
 
 ROUNDS = int(os.environ.get("EVENTBUS_FAULT_ROUNDS", 4))
-# No shrinking: it would take longer than a test may.
+# No shrinking, because it would exceed the time limit of a test.
 UNHURRIED = {
     "phases": [Phase.generate],
     "deadline": None,
@@ -591,7 +626,7 @@ def run(examples, steps, **options):
 
 
 def run_new_ones():
-    """In rounds, because no test may take two minutes. EVENTBUS_FAULT_SEED repeats one."""
+    """Run in rounds, because of the time limit of a test. EVENTBUS_FAULT_SEED repeats one."""
     hypothesis.seed(seeded().randrange(2**32))(Bus)
     try:
         run(20, 60)
@@ -601,27 +636,27 @@ def run_new_ones():
 
 @pytest.mark.django_db
 @pytest.mark.costly
-def test_whatever_happens_the_store_does_what_the_model_says():
-    """The same sequences in each run: a change that breaks one breaks it every time."""
+def test_the_store_agrees_with_the_model():
+    """The sequences are the same in each run, so a failure is reproducible."""
     run(12, 40, derandomize=True)
 
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.costly
-def test_the_same_where_every_verb_commits():
-    """Some databases claim in other statements when no transaction is open around them."""
+def test_the_store_agrees_with_the_model_when_every_operation_commits():
+    """Some stores use other statements for a claim when no transaction is open."""
     run(5, 40, derandomize=True)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(ROUNDS))
 @pytest.mark.django_db
-def test_new_sequences_each_time(number):
+def test_the_store_agrees_with_the_model_on_random_sequences(number):
     run_new_ones()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(ROUNDS))
 @pytest.mark.django_db(transaction=True)
-def test_new_sequences_where_every_verb_commits(number):
+def test_the_store_agrees_with_the_model_on_random_sequences_with_commits(number):
     run_new_ones()

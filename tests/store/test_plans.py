@@ -1,17 +1,18 @@
-"""PostgreSQL's plans: the claim must stay on its index whatever the statistics say."""
+"""PostgreSQL's plans: statements must use their indexes with any statistics."""
 
+import re
 import uuid
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from django.db import connection
+from django.db import DataError, connection
 from django.test.utils import CaptureQueriesContext
 
-from django_eventbus import retention
-from django_eventbus.models import EventLog
-from django_eventbus.publishing import publish, publish_many
-from django_eventbus.store import postgresql
-from tests.plans import make_tables_as_new
+from django_eventbus import dead_letters, retention
+from django_eventbus.models import EventLane, EventLog
+from django_eventbus.publishing.publisher import publish, publish_many
+from django_eventbus.store import AttentionQuery, postgresql_sql
+from tests.plans import explaining, make_tables_as_new
 
 pytestmark = [
     pytest.mark.django_db,
@@ -19,11 +20,12 @@ pytestmark = [
 ]
 
 QUEUE = "django_eventbus_queuedevent"
+LANES = "django_eventbus_eventlane"
 
 
 @pytest.fixture
 def wrong_statistics(request, settings):
-    """The table as ANALYZE saw it, and as it is now."""
+    """A table whose statistics are outdated."""
     make_tables_as_new()
     settings.EVENTBUS = {"QUEUES": ["default", "mail"]}
     run(f"ALTER TABLE {QUEUE} SET (autovacuum_enabled = off)")
@@ -34,6 +36,11 @@ def wrong_statistics(request, settings):
         publish_many((("x", n) for n in range(5000)), delay=60)
         run(f"ANALYZE {QUEUE}")
         run(f"UPDATE {QUEUE} SET available_at = NULL")
+    elif request.param == "analyzed when all was held":
+        publish_many(("x", n) for n in range(5000))
+        run(f"UPDATE {QUEUE} SET held_by = 7")
+        run(f"ANALYZE {QUEUE}")
+        run(f"UPDATE {QUEUE} SET held_by = NULL")
     elif request.param == "analyzed when the other queue was alone":
         publish_many((("x", n) for n in range(50)), queue="default")
         run(f"ANALYZE {QUEUE}")
@@ -56,7 +63,8 @@ def run(sql, params=None):
 
 
 def plan(store, sql, **params):
-    run(postgresql._ON_INDEXES)
+    run(postgresql_sql.ON_INDEXES)
+    run("SET LOCAL django_eventbus.has_routing_lock = 'true'")
     known = {
         "namespace": "default",
         "queue": "default",
@@ -66,6 +74,9 @@ def plan(store, sql, **params):
         "now": None,
         "priority": 0,
         "floor": 10,
+        "above": 0,
+        "held": [],
+        "skip_locked": True,
     }
     return "\n".join(row[0] for row in run(f"EXPLAIN {sql}", {**known, **params}))
 
@@ -76,15 +87,18 @@ def plan(store, sql, **params):
         "never analyzed",
         "analyzed when empty",
         "analyzed when all was delayed",
+        "analyzed when all was held",
         "analyzed when the other queue was alone",
         "analyzed when nothing was pending",
     ],
     indirect=True,
 )
 @pytest.mark.parametrize(
-    "sql", [postgresql._CLAIM_FROM_START, postgresql._CLAIM_ABOVE_FLOOR], ids=["start", "floor"]
+    "sql",
+    [postgresql_sql.CLAIM_FROM_START, postgresql_sql.CLAIM_ABOVE_FLOOR],
+    ids=["start", "floor"],
 )
-def test_a_claim_walks_the_ready_index_whatever_analyze_saw(wrong_statistics, store, sql):
+def test_a_claim_uses_the_ready_index_with_any_statistics(wrong_statistics, store, sql):
     explained = plan(store, sql)
     assert f"Seq Scan on {QUEUE}" not in explained, explained
     assert "eventbus_ready" in explained
@@ -93,22 +107,22 @@ def test_a_claim_walks_the_ready_index_whatever_analyze_saw(wrong_statistics, st
 
 
 @pytest.mark.parametrize(
-    "wrong_statistics", ["analyzed when all was delayed", "analyzed when empty"], indirect=True
+    "wrong_statistics",
+    ["analyzed when all was delayed", "analyzed when all was held", "analyzed when empty"],
+    indirect=True,
 )
-def test_a_claim_never_takes_more_than_its_limit_whatever_the_plan(
-    wrong_statistics, store, worker_id
-):
+def test_a_claim_takes_at_most_its_limit_with_any_plan(wrong_statistics, store, worker_id):
     for limit in (1, 10, 100):
         assert len(store.claim("default", limit=limit, worker_id=worker_id)) == limit
 
 
 @pytest.mark.django_db(transaction=True)
-def test_a_claim_leaves_the_planner_as_it_was(store, worker_id):
+def test_a_claim_restores_the_planner_settings(store, worker_id):
     store.claim("default", limit=1, worker_id=worker_id)
     assert run("SHOW enable_seqscan") == [("on",)]
 
 
-def test_a_claim_inside_of_somebody_elses_transaction_leaves_the_planner_alone(store, worker_id):
+def test_a_claim_inside_of_an_open_transaction_does_not_change_the_planner(store, worker_id):
     store.claim("default", limit=1, worker_id=worker_id)
     assert run("SHOW enable_seqscan") == [("on",)]
 
@@ -116,8 +130,8 @@ def test_a_claim_inside_of_somebody_elses_transaction_leaves_the_planner_alone(s
 @pytest.mark.parametrize(
     "wrong_statistics", ["never analyzed", "analyzed when nothing was pending"], indirect=True
 )
-def test_a_look_for_keys_stays_on_its_indexes(wrong_statistics, store):
-    explained = plan(store, postgresql._KEYS_WAIT)
+def test_the_search_for_keys_uses_its_indexes(wrong_statistics, store):
+    explained = plan(store, postgresql_sql.KEYS_WAIT)
     assert "eventbus_unrouted" in explained
     assert "eventbus_lane_ready" in explained
 
@@ -125,19 +139,19 @@ def test_a_look_for_keys_stays_on_its_indexes(wrong_statistics, store):
 @pytest.mark.parametrize(
     "wrong_statistics", ["analyzed when empty", "analyzed when all was delayed"], indirect=True
 )
-def test_a_router_reads_no_events_but_those_with_a_new_key(wrong_statistics, store):
-    explained = plan(store, postgresql._ROUTE, routed=100)
+def test_a_router_reads_only_events_with_a_new_key(wrong_statistics, store):
+    explained = plan(store, postgresql_sql.ROUTE, routed=100)
     assert "eventbus_unrouted" in explained, explained
-    # The update finds its rows by primary key, and nothing else uses it.
-    assert explained.count(f"{QUEUE}_pkey") == 1, explained
+    # The lock and the update find their rows by primary key, and nothing else uses it.
+    assert explained.count(f"{QUEUE}_pkey") == 2, explained
 
 
 @pytest.mark.parametrize("wrong_statistics", ["analyzed when empty"], indirect=True)
 def test_a_lane_is_read_from_its_own_index(wrong_statistics, store):
-    explained = plan(store, postgresql._CLAIM_RUNS, owned=[7, 8], run=10)
+    explained = plan(store, postgresql_sql.CLAIM_RUNS, owned=[7, 8], run=10)
     assert "eventbus_lane" in explained
-    # The update finds its rows by primary key, and nothing else uses it.
-    assert explained.count(f"{QUEUE}_pkey") == 1, explained
+    # The lock and the update find their rows by primary key, and nothing else uses it.
+    assert explained.count(f"{QUEUE}_pkey") == 2, explained
 
 
 @pytest.mark.parametrize(
@@ -146,22 +160,70 @@ def test_a_lane_is_read_from_its_own_index(wrong_statistics, store):
 @pytest.mark.parametrize(
     ("sql", "index"),
     [
-        (postgresql._ROUTE, "eventbus_unrouted"),
-        (postgresql._OWN_LANES, "eventbus_lane_ready"),
-        (postgresql._FREE_LANES, "eventbus_lane"),
+        (postgresql_sql.ROUTE, "eventbus_unrouted"),
+        (postgresql_sql.OWN_LANES, "eventbus_lane_ready"),
+        (postgresql_sql.FREE_LANES, "eventbus_lane"),
     ],
     ids=["route", "own lanes", "free lanes"],
 )
-def test_what_lanes_cost_is_found_by_index(wrong_statistics, store, sql, index):
+def test_lane_statements_use_an_index(wrong_statistics, store, sql, index):
     explained = plan(
-        store, sql, routed=100, lanes=10, owned=[7, 8], waits=[0.0, 1.0], parked=[None, None]
+        store, sql, routed=100, lanes=10, owned=[7, 8], waits=[0.0, None], held_by=[None, 5]
     )
     assert index in explained
     assert "Seq Scan on django_eventbus" not in explained, explained
 
 
+@pytest.mark.parametrize("analyzed", ["never", "when nothing was held", "when all was held"])
+def test_statements_about_held_events_and_lanes_use_an_index(store, analyzed):
+    """These statements run with the planner settings of the session."""
+    make_tables_as_new()
+    for table in (QUEUE, LANES):
+        run(f"ALTER TABLE {table} SET (autovacuum_enabled = off)")
+    publish_many(("x", n) for n in range(5000))
+    EventLane.objects.bulk_create(
+        EventLane(namespace="default", queue="default", key=str(n)) for n in range(5000)
+    )
+    if analyzed == "when nothing was held":
+        run(f"ANALYZE {QUEUE}, {LANES}")
+    run(f"UPDATE {QUEUE} SET held_by = id %% 3 WHERE id %% 2 = 0", [])
+    run(f"UPDATE {LANES} SET held_by = id %% 3, ready_at = NULL WHERE id %% 2 = 0", [])
+    if analyzed == "when all was held":
+        run(f"ANALYZE {QUEUE}, {LANES}")
+    with explaining() as plans:
+        assert store.ids_that_hold(["default"]) == {0, 1, 2}
+        assert store.release_held(1, limit=50, queues=["default"]) == 100
+    assert len(plans) == 10
+    for sql, found in plans:
+        assert ("eventbus_held" if QUEUE in sql else "eventbus_lane_ready") in found, found
+        assert "Sort" not in found, found
+
+
+@pytest.mark.parametrize("analyzed", ["never", "when nothing was held", "when all was held"])
+def test_a_look_for_held_events_stays_on_their_index(store, worker_id, analyzed):
+    make_tables_as_new()
+    run(f"ALTER TABLE {QUEUE} SET (autovacuum_enabled = off)")
+    publish_many(("x", n) for n in range(5000))
+    if analyzed == "when nothing was held":
+        run(f"ANALYZE {QUEUE}")
+    elif analyzed == "when all was held":
+        run(f"UPDATE {QUEUE} SET held_by = 7")
+        run(f"ANALYZE {QUEUE}")
+        run(f"UPDATE {QUEUE} SET held_by = NULL")
+    run(postgresql_sql.ON_INDEXES)  # As outside of a test's transaction.
+    asked = AttentionQuery(worker_id=worker_id, queues=("default",))
+    with explaining() as plans:
+        assert not store.attention(asked).holds
+        run(f"UPDATE {QUEUE} SET held_by = 7 WHERE id = (SELECT max(id) FROM {QUEUE})")
+        assert store.attention(asked).holds
+    for _, found in plans:
+        assert re.search("Index (Only )?Scan using eventbus_held", found), found
+        assert f"Seq Scan on {QUEUE}" not in found, found
+    assert len(plans) == 2
+
+
 def test_a_claim_changes_no_index(store, worker_id):
-    """Updates in place (HOT) are what a claim's speed hangs on."""
+    """HOT updates are essential for the speed of a claim."""
     columns = {
         row[0]
         for row in run(
@@ -182,7 +244,7 @@ def test_a_claim_changes_no_index(store, worker_id):
     assert not any(column in conditions for column in changed)
 
 
-def test_every_update_of_a_claim_finds_room_on_its_page(store, worker_id):
+def test_every_update_of_a_claim_stays_on_its_page(store, worker_id):
     publish_many(("x", {"n": n}) for n in range(500))
     hot = "SELECT pg_stat_get_xact_tuples_hot_updated(%s::regclass)"
     before = run(hot, [QUEUE])[0][0]
@@ -203,7 +265,7 @@ whatever_analyze_saw = pytest.mark.parametrize(
 
 
 def assert_found_by_primary_key(sql, params):
-    """In the handlers' transaction the planner is left alone: the statement must be safe itself."""
+    """The planner settings of the handlers' transaction are not changed."""
     explained = "\n".join(row[0] for row in run(f"EXPLAIN {sql}", params))
     assert f"Seq Scan on {QUEUE}" not in explained, explained
     assert f"{QUEUE}_pkey" in explained
@@ -213,15 +275,17 @@ def assert_found_by_primary_key(sql, params):
 def test_a_settlement_finds_its_events_by_primary_key(wrong_statistics):
     ids = "{" + ",".join(map(str, range(1, 501))) + "}"
     assert_found_by_primary_key(
-        postgresql._SETTLE, (ids, uuid.uuid4(), "COMPLETED", None, "", "", "")
+        postgresql_sql.SETTLE, (ids, uuid.uuid4(), "COMPLETED", None, "", "", "")
     )
 
 
 @whatever_analyze_saw
-@pytest.mark.parametrize("sql", [postgresql._TELL, postgresql._POSTPONE], ids=["told", "postponed"])
-def test_stories_find_their_events_by_primary_key(wrong_statistics, sql):
-    told = {"ids": list(range(1, 501)), "stories": "{}", "token": uuid.uuid4(), "now": None}
-    assert_found_by_primary_key(sql, told)
+@pytest.mark.parametrize(
+    "sql", [postgresql_sql.WRITE_DELIVERIES, postgresql_sql.POSTPONE], ids=["written", "postponed"]
+)
+def test_deliveries_find_their_events_by_primary_key(wrong_statistics, sql):
+    params = {"ids": list(range(1, 501)), "written": "{}", "token": uuid.uuid4(), "now": None}
+    assert_found_by_primary_key(sql, params)
 
 
 @pytest.mark.django_db(transaction=True)
@@ -233,7 +297,7 @@ def test_a_claim_of_events_without_keys_is_one_round_trip(store, worker_id):
 
 
 @pytest.mark.django_db(transaction=True)
-def test_keys_are_noticed_by_a_claim_that_did_not_look_for_them(store, worker_id):
+def test_a_claim_that_skipped_lanes_detects_new_keys(store, worker_id):
     publish("x", {}, key="a")
     publish("x", {})
     keys = [
@@ -263,7 +327,7 @@ def test_a_claim_works_with_parameters_bound_by_the_server(store, worker_id, mon
         ("failed", "eventbus_log_dead"),
     ],
 )
-def test_a_purge_walks_the_log_from_its_old_end(status, index):
+def test_a_purge_reads_the_log_from_its_oldest_entry(status, index):
     make_tables_as_new()
     long_ago = datetime(2026, 3, 1, tzinfo=UTC)
     EventLog.objects.bulk_create(
@@ -271,7 +335,7 @@ def test_a_purge_walks_the_log_from_its_old_end(status, index):
             id=n,
             namespace="default",
             type="x",
-            # Rows of some size: what fits on a few pages, PostgreSQL rather reads whole.
+            # Large rows, because PostgreSQL prefers to read a table of a few pages completely.
             payload="x" * 1500,
             queue="default",
             created_at=long_ago,
@@ -285,3 +349,68 @@ def test_a_purge_walks_the_log_from_its_old_end(status, index):
     explained = ended.order_by("finished_at")[:100].explain()
     assert index in explained
     assert "Sort" not in explained
+
+
+@pytest.mark.parametrize("analyzed", [True, False], ids=["analyzed", "never analyzed"])
+def test_a_page_of_dead_letters_reads_their_index_in_order(store, analyzed):
+    """Otherwise each page would read all dead letters again."""
+    make_tables_as_new()
+    now = datetime(2026, 3, 1, tzinfo=UTC)
+    EventLog.objects.bulk_create(
+        EventLog(
+            id=n,
+            namespace="default",
+            type=f"bad.{n % 50}",
+            queue="default",
+            created_at=now,
+            status="FAILED" if n % 3 else "COMPLETED",
+            finished_at=now + timedelta(seconds=n),
+        )
+        for n in range(1, 5001)
+    )
+    if analyzed:
+        run("ANALYZE django_eventbus_eventlog")
+    rows = dead_letters.matching(type="bad.1*")
+    for page in (rows, rows.filter(finished_at__gte=now + timedelta(seconds=700))):
+        with explaining() as plans:
+            assert len(store.page_of_dead(page, limit=100)) == 100
+        ((_, found),) = plans
+        assert "eventbus_log_dead " in found, found
+        assert "Sort" not in found, found
+    assert "finished_at >=" in found.partition("Index Cond")[2].splitlines()[0]
+
+
+WAYS = ("enable_seqscan", "enable_bitmapscan", "enable_sort")
+
+
+def planner():
+    return run("SELECT " + ", ".join(f"current_setting('{way}')" for way in WAYS))[0]
+
+
+@pytest.mark.parametrize(
+    ("may_sort", "meanwhile"), [(False, ("off", "off", "off")), (True, ("off", "on", "on"))]
+)
+@pytest.mark.parametrize("server_side_binding", [False, True])
+def test_reading_by_index_inside_of_a_transaction_restores_the_planner(
+    store, monkeypatch, may_sort, meanwhile, server_side_binding
+):
+    monkeypatch.setattr(store, "_binds_on_server", lambda: server_side_binding)
+    with store.reading_by_index(may_sort=may_sort):
+        assert planner() == meanwhile
+        with store.reading_by_index():
+            assert planner() == ("off", "off", "off")
+        assert planner() == meanwhile
+    assert planner() == ("on", "on", "on")
+
+
+def test_an_error_while_reading_by_index_restores_the_planner(store):
+    with pytest.raises(DataError), store.reading_by_index():
+        run("SELECT 1 / 0")
+    assert planner() == ("on", "on", "on")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_reading_by_index_ends_with_its_own_transaction(store):
+    with store.reading_by_index():
+        assert planner() == ("off", "off", "off")
+    assert planner() == ("on", "on", "on")

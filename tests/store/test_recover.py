@@ -1,11 +1,13 @@
-"""recover: what a dead worker held is given to the living, and only the guilty are blamed."""
+"""recover: abandoned events return to the queue, and only the running ones are charged."""
 
 import pytest
+from django.db import connection
 
 from django_eventbus.events import uuid7
-from django_eventbus.models import EventLane, EventWorker, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
-from django_eventbus.store import store_for
+from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
+from django_eventbus.publishing.publisher import publish, publish_many
+from django_eventbus.store import Charge, Completed, store_for
+from tests.threads import while_another_transaction
 
 pytestmark = pytest.mark.django_db
 
@@ -33,7 +35,7 @@ def test_events_of_a_silent_worker_are_claimed_again(clock):
     clock.tick(2)
     assert store.recover() == 1
     (again,) = claim(store, register(store))
-    assert (again.attempts, again.crashes) == (2, 1)
+    assert (again.attempts, again.crashes, again.interruptions) == (2, 0, 1)
     assert not EventWorker.objects.filter(pk=dead).exists()
 
 
@@ -48,7 +50,7 @@ def test_a_worker_that_renews_keeps_its_events(clock):
         assert store.recover() == 0
 
 
-def test_a_worker_that_is_gone_hears_it_at_its_renewal(clock):
+def test_a_renewal_reports_that_the_registration_was_deleted(clock):
     store = store_for(clock=clock)
     worker = register(store)
     clock.tick(61)
@@ -56,8 +58,8 @@ def test_a_worker_that_is_gone_hears_it_at_its_renewal(clock):
     assert store.renew([worker]) == set()
 
 
-def test_every_event_that_was_held_gets_an_error_record(clock):
-    """Nothing crashed may be without a trace."""
+def test_every_abandoned_event_gets_an_error_record(clock):
+    """Every crash leaves an error record."""
     store = store_for(clock=clock)
     publish_many(("order.placed", n) for n in range(3))
     claim(store, register(store))
@@ -69,7 +71,7 @@ def test_every_event_that_was_held_gets_an_error_record(clock):
         assert error["attempt"] == 1
 
 
-def test_a_worker_that_named_its_suspects_lets_the_others_go_uncharged(clock):
+def test_only_the_named_suspects_of_a_worker_are_charged(clock):
     store = store_for(clock=clock)
     worker = register(store)
     publish_many(("order.placed", n) for n in range(3))
@@ -83,7 +85,7 @@ def test_a_worker_that_named_its_suspects_lets_the_others_go_uncharged(clock):
     assert len(others) == 2
 
 
-def test_a_supervisor_blames_exactly_what_was_running(store):
+def test_a_supervisor_charges_exactly_the_running_events(store):
     worker = register(store)
     publish_many(("order.placed", n) for n in range(3))
     guilty, *_ = claim(store, worker)
@@ -95,7 +97,7 @@ def test_a_supervisor_blames_exactly_what_was_running(store):
     assert not EventWorker.objects.exists()
 
 
-def test_events_whose_registration_is_gone_are_found(store):
+def test_events_without_a_registration_are_recovered(store):
     worker = register(store)
     publish("order.placed", {})
     claim(store, worker)
@@ -106,7 +108,7 @@ def test_events_whose_registration_is_gone_are_found(store):
     assert QueuedEvent.objects.get().status == "PENDING"
 
 
-def test_lanes_of_a_dead_worker_are_free_again(clock):
+def test_lanes_of_a_dead_worker_are_released(clock):
     store = store_for(clock=clock)
     publish_many((("step", n) for n in range(2)), key="a")
     claim(store, register(store))
@@ -118,15 +120,44 @@ def test_lanes_of_a_dead_worker_are_free_again(clock):
     assert [event.payload_json for event in again] == ["0", "1"]
 
 
-def test_a_claim_can_be_taken_back_as_a_whole(store):
+def test_an_interrupted_claim_is_released_and_charges_no_event(store):
     worker = register(store)
     publish_many(("order.placed", n) for n in range(2))
     claimed = claim(store, worker)
-    assert store.recover_claim(claimed[0].claim.token, error=ERROR) == 2
-    assert QueuedEvent.objects.filter(status="PENDING", crashes=1).count() == 2
+    assert store.interrupt_claim(claimed[0].claim.token, error=ERROR) == 2
+    released = QueuedEvent.objects.filter(status="PENDING", crashes=0, interruptions=1)
+    assert released.count() == 2
 
 
-def test_recovery_leaves_other_namespaces_alone(clock, settings):
+def test_the_end_of_a_worker_that_ran_nothing_charges_no_event(store):
+    """The running event is unknown, so each of them runs alone the next time."""
+    worker = register(store)
+    publish_many(("order.placed", n) for n in range(2))
+    claim(store, worker)
+    store.recover_worker(worker, blamed=(), error=ERROR)
+    assert set(QueuedEvent.objects.values_list("crashes", "interruptions")) == {(0, 1)}
+
+
+def test_the_end_of_a_worker_that_was_asked_to_stop_charges_no_event(store):
+    worker = register(store)
+    publish_many(("order.placed", n) for n in range(2))
+    running, _ = claim(store, worker)
+    store.recover_worker(worker, blamed=[running.row_id], error=ERROR, charge=Charge.NOTHING)
+    rows = QueuedEvent.objects.order_by("id").values_list("attempts", "crashes", "interruptions")
+    assert list(rows) == [(1, 0, 0), (0, 0, 0)]
+
+
+def test_error_records_that_are_not_a_list_do_not_stop_a_recovery(store):
+    """A newer version of the code may have written them."""
+    worker = register(store)
+    publish("order.placed", {})
+    (event,) = claim(store, worker)
+    QueuedEvent.objects.update(errors={"written by": "a newer version"})
+    store.recover_worker(worker, blamed=[event.row_id], error=ERROR)
+    assert [each["type"] for each in QueuedEvent.objects.get().errors] == ["WorkerCrashed"]
+
+
+def test_recovery_does_not_change_other_namespaces(clock, settings):
     store = store_for(clock=clock)
     publish("order.placed", {})
     claim(store, register(store))
@@ -135,8 +166,8 @@ def test_recovery_leaves_other_namespaces_alone(clock, settings):
     assert (store.recover(), store.recover_orphans()) == (0, 0)
 
 
-def test_a_hundred_stuck_events_are_recovered_in_one_go(clock):
-    """M29: at start-up and during operation; the time is in the benchmark, the work is here."""
+def test_a_hundred_abandoned_events_are_recovered_together(clock):
+    """M29: at start-up and during operation. The benchmark measures the time."""
     store = store_for(clock=clock)
     publish_many(("order.placed", n) for n in range(100))
     claim(store, register(store))
@@ -145,7 +176,7 @@ def test_a_hundred_stuck_events_are_recovered_in_one_go(clock):
     assert QueuedEvent.objects.filter(status="PENDING").count() == 100
 
 
-def test_a_lane_whose_registration_is_gone_is_found_without_any_row_of_it(store):
+def test_a_lane_without_a_registration_is_recovered_although_it_has_no_events(store):
     worker = register(store)
     publish_many((("step", n) for n in range(2)), key="a")
     claimed = claim(store, worker)
@@ -155,8 +186,8 @@ def test_a_lane_whose_registration_is_gone_is_found_without_any_row_of_it(store)
     assert EventLane.objects.get().claim_token is None
 
 
-def test_who_was_there_when_three_workers_died_is_charged_for_the_first_alone(clock):
-    """Suspects are named before they run; one that was not had no part in it."""
+def test_events_that_were_claimed_when_three_workers_died_count_one_interruption(clock):
+    """Suspects are named before they run; one that was not named did not run."""
     store = store_for(clock=clock)
     publish_many(("order.placed", n) for n in range(3))
     for _ in range(3):
@@ -164,10 +195,11 @@ def test_who_was_there_when_three_workers_died_is_charged_for_the_first_alone(cl
         assert len(claim(store, worker)) == 3
         clock.tick(61)
         assert store.recover() == 3
-    assert set(QueuedEvent.objects.values_list("attempts", "crashes")) == {(1, 1)}
+    counted = QueuedEvent.objects.values_list("attempts", "crashes", "interruptions")
+    assert set(counted) == {(1, 0, 1)}
 
 
-def test_newcomers_are_blamed_before_suspects_that_waited_for_their_turn(clock):
+def test_new_events_become_suspects_before_suspects_that_did_not_run(clock):
     store = store_for(clock=clock)
     publish("order.placed", "suspect")
     claim(store, register(store))
@@ -177,4 +209,32 @@ def test_newcomers_are_blamed_before_suspects_that_waited_for_their_turn(clock):
     claim(store, register(store))
     clock.tick(61)
     store.recover()
-    assert list(QueuedEvent.objects.order_by("id").values_list("crashes", flat=True)) == [1, 1]
+    counted = QueuedEvent.objects.order_by("id").values_list("crashes", "interruptions")
+    assert list(counted) == [(0, 1), (0, 1)]
+
+
+def test_the_first_and_the_last_errors_of_very_many_crashes_are_kept(store):
+    publish("order.placed", {})
+    for _ in range(30):
+        worker = register(store)
+        (event,) = claim(store, worker)
+        store.recover_worker(worker, blamed=[event.row_id], error=ERROR)
+    row = QueuedEvent.objects.get()
+    assert (row.crashes, len(row.errors)) == (30, 21)
+    assert row.errors[5]["omitted"] == 10
+    assert [each["attempt"] for each in row.errors[-2:]] == [29, 30]
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.skipif(connection.vendor == "sqlite", reason="SQLite has one writer at a time")
+def test_a_recovery_skips_an_event_whose_settlement_is_in_progress(store):
+    """It neither waits for the settlement nor counts and charges an event that ends with it."""
+    worker = register(store)
+    publish("order.placed", {})
+    (event,) = claim(store, worker)
+    settle = store_for().settle
+    done = [Completed(event.row_id)]
+    with while_another_transaction(lambda: settle(event.claim.token, done)):
+        assert store.recover_worker(worker, blamed=[event.row_id], error=ERROR) == 0
+        assert EventWorker.objects.filter(pk=worker).exists()
+    assert EventLog.objects.get().crashes == 0

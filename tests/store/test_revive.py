@@ -1,4 +1,4 @@
-"""revive and purge: what becomes of the log."""
+"""revive and purge: retry and delete events of the log."""
 
 from datetime import timedelta
 
@@ -6,7 +6,7 @@ import pytest
 from django.db.models import F
 
 from django_eventbus.models import EventLog, QueuedEvent
-from django_eventbus.publishing import publish, publish_many
+from django_eventbus.publishing.publisher import publish, publish_many
 from django_eventbus.store import Completed, Finished
 
 pytestmark = pytest.mark.django_db
@@ -26,7 +26,7 @@ def bury(store, worker_id, deliveries=None):
     return [event.row_id for event in claimed]
 
 
-def test_a_revived_event_is_as_good_as_new(store, worker_id):
+def test_a_revived_event_has_no_attempts_and_no_errors(store, worker_id):
     """M26: pending, attempts 0, errors cleared; M15: with its key."""
     event = publish("order.placed", {"order": 7}, key="order:7", headers={"h": 1})
     ids = bury(store, worker_id)
@@ -71,19 +71,19 @@ def test_a_revived_event_can_be_delayed(store, worker_id):
 
 
 @pytest.mark.parametrize("how", [{}, {"delay": 60.0}, {"every": 30.0}])
-def test_a_revived_event_has_waited_for_nobody_yet(store, worker_id, how):
-    """Its days among the dead letters are nobody's lag."""
+def test_the_lag_of_a_revived_event_starts_at_its_revival(store, worker_id, how):
+    """The time as a dead letter does not count as lag."""
     publish_many([("order.placed", 1), ("order.placed", 2)])
     ids = bury(store, worker_id)
     EventLog.objects.update(created_at=F("created_at") - timedelta(days=5))
-    before = store.read_clock() - timedelta(milliseconds=1)  # SQLite counts in these
+    before = store.read_clock() - timedelta(milliseconds=1)  # The resolution of SQLite.
     assert store.revive(ids, **how) == 2
     for event in QueuedEvent.objects.all():
         assert event.due_at >= before
         assert event.available_at in (None, event.due_at)
 
 
-def test_purge_takes_the_oldest_first_and_no_more_than_its_limit(store, worker_id):
+def test_purge_deletes_the_oldest_first_up_to_its_limit(store, worker_id):
     publish_many(("order.placed", n) for n in range(5))
     ids = bury(store, worker_id)
     for age, row_id in enumerate(ids):
@@ -92,7 +92,7 @@ def test_purge_takes_the_oldest_first_and_no_more_than_its_limit(store, worker_i
     assert set(EventLog.objects.values_list("pk", flat=True)) == set(ids[:3])
 
 
-def test_an_event_lives_again_under_the_same_row_id_while_new_ones_arrive(store, worker_id):
+def test_a_revived_event_keeps_its_row_id_while_new_events_arrive(store, worker_id):
     old = publish("order.placed", {})
     ids = bury(store, worker_id)
     new = publish("order.placed", {})

@@ -1,4 +1,4 @@
-"""What waits costs nothing, and what is urgent waits for nobody: counted in rows read."""
+"""Waiting events cost nothing and urgent events are not delayed, counted in rows read."""
 
 import secrets
 
@@ -6,9 +6,9 @@ import pytest
 from django.db import connection
 
 from django_eventbus.models import QueuedEvent
-from django_eventbus.publishing import publish, publish_many
-from django_eventbus.store import postgresql, store_for
-from django_eventbus.worker import WorkerOptions, new_registration
+from django_eventbus.publishing.publisher import publish, publish_many
+from django_eventbus.store import AttentionQuery, postgresql_sql, store_for
+from django_eventbus.worker.registration import WorkerOptions, new_registration
 from tests.store.rows_read import rows_read
 
 pytestmark = pytest.mark.django_db
@@ -18,9 +18,9 @@ MANY = 2000
 
 @pytest.fixture
 def project(settings):
-    """A namespace of its own: no other test has left dead entries in its part of an index.
+    """The store and the worker id of a new namespace.
 
-    Gives its store and the id of a worker.
+    No other test has left dead entries in its part of an index.
     """
 
     def begin():
@@ -36,8 +36,9 @@ def project(settings):
 def claim_reads(store, worker_id, limit):
     claimed = []
     if connection.vendor == "postgresql":
-        with connection.cursor() as cursor:  # as in a claim outside of a test's transaction
-            cursor.execute(postgresql._ON_INDEXES)
+        # A claim outside of the test's transaction does the same.
+        with connection.cursor() as cursor:
+            cursor.execute(postgresql_sql.ON_INDEXES)
     read = rows_read(
         lambda: claimed.extend(store.claim("default", limit=limit, worker_id=worker_id))
     )
@@ -47,8 +48,8 @@ def claim_reads(store, worker_id, limit):
 
 @pytest.mark.parametrize("key", [None, "k"], ids=["without a key", "with a key"])
 @pytest.mark.costly
-def test_delayed_events_cost_a_claim_nothing(project, key):
-    """However many: not one of them is read."""
+def test_a_claim_reads_no_delayed_events(project, key):
+    """The number of delayed events does not matter."""
     store, worker_id = project()
     publish_many(("x", n) for n in range(100))
     alone = claim_reads(store, worker_id, 50)
@@ -60,17 +61,19 @@ def test_delayed_events_cost_a_claim_nothing(project, key):
 
 
 @pytest.mark.costly
-def test_delayed_events_cost_an_idle_worker_nothing(project):
-    """promote and next_due read the first of them, not all."""
-    store, _ = project()
+def test_an_idle_worker_reads_only_the_first_delayed_event(project):
+    """attention, promote and next_due read the first of them, not all."""
+    store, worker_id = project()
     publish("x", 1, delay=3600)
 
     def idle():
+        found = store.attention(AttentionQuery(worker_id=worker_id, queues=("default",)))
+        assert found.wait > 3000
         assert store.promote() == 0
         assert store.next_due(["default"]) > 3000
 
     alone = rows_read(idle)
-    store, _ = project()
+    store, worker_id = project()
     publish_many((("x", n) for n in range(MANY)), delay=3600)
     assert rows_read(idle) <= alone * 1.5 + 50
 
@@ -87,7 +90,7 @@ def test_a_high_priority_overtakes_a_backlog_without_reading_it(project):
 
 
 def test_a_high_priority_overtakes_in_the_middle_of_a_drain(project):
-    """Also a worker that remembers where its last claim began."""
+    """This includes a worker that remembers the floor of its last claim."""
     store, worker_id = project()
     publish_many(("x", n) for n in range(500))
     for _ in range(3):

@@ -1,18 +1,18 @@
-"""The pages under a theme that has templates of its own: that they render, not how they look."""
+"""The pages render with a theme that has its own templates."""
 
 import pytest
 from django.contrib import admin
 from django.urls import reverse
 from unfold.admin import ModelAdmin
 
-from django_eventbus.admin.dead import DeadEventAdminMixin
+from django_eventbus.admin.dead_letters import DeadEventAdminMixin
 from django_eventbus.models import DeadEvent
 from tests.test_dead_letters import dead_letter
 
 pytestmark = pytest.mark.django_db
 
-MODELS = ("eventminute", "deadevent", "queuedevent", "eventlog", "eventlane", "eventworker")
-MORE_MODELS = ("eventschedule", "eventgate")
+MODELS = ("minutestatistics", "deadevent", "queuedevent", "eventlog", "eventlane", "eventworker")
+MORE_MODELS = ("eventschedule", "flowcontrol")
 
 
 def shown(client, name, *args):
@@ -33,7 +33,7 @@ def test_the_pages_of_a_dead_letter_render(admin_client):
     assert "KeyError" in shown(admin_client, "django_eventbus_deadevent_groups")
     assert "csrfmiddlewaretoken" in shown(admin_client, "django_eventbus_deadevent_edit", letter.pk)
     assert "Retry 1 dead letter?" in shown(admin_client, "django_eventbus_deadevent_bulk", "retry")
-    assert "csrfmiddlewaretoken" in shown(admin_client, "django_eventbus_eventgate_pause")
+    assert "csrfmiddlewaretoken" in shown(admin_client, "django_eventbus_flowcontrol_pause")
 
 
 def test_a_project_can_register_the_pages_with_the_classes_of_its_theme(admin_client):

@@ -1,4 +1,4 @@
-"""``manage.py event_breakers``: how the circuit breakers stand, and closing one by hand."""
+"""``manage.py event_breakers``: list all circuit breakers, or reset a circuit breaker."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from django.core.serializers.json import DjangoJSONEncoder
 
 from django_eventbus import breakers
 from django_eventbus.breakers import BreakerStatus
+from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import EventBusError
-from django_eventbus.failures import one_line
 from django_eventbus.management.console import database
 
 
 class Command(BaseCommand):
-    help = "Show the circuit breakers of handlers, or close one by hand."
+    help = "List the circuit breakers of handlers, or reset one."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        parser.add_argument("--reset", metavar="HANDLER", help="close the breaker of this handler")
+        parser.add_argument(
+            "--reset", metavar="HANDLER", help="close the circuit breaker of this handler"
+        )
         parser.add_argument(
             "--format",
             choices=("table", "json"),
             default="table",
-            help="of the list: a table for people (the default), or one JSON array",
+            help="format of the list: table (default) or json, one array",
         )
-        parser.add_argument("--database", help="the alias that holds the bus")
+        parser.add_argument("--database", help="alias of the database that contains the events")
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = database(options["database"])
@@ -50,15 +52,17 @@ class Command(BaseCommand):
             was_open = breakers.reset(handler, using=using)
         except EventBusError as error:
             raise CommandError(str(error)) from error
-        said = "is closed" if was_open else "was not open"
-        self.stdout.write(f"The circuit breaker of {handler} {said}.")
+        if was_open:
+            self.stdout.write(f"Reset the circuit breaker of {handler}.")
+        else:
+            self.stdout.write(f"The circuit breaker of {handler} was not open; nothing changed.")
 
 
 def _in_words(breaker: BreakerStatus) -> str:
-    said = f"{one_line(breaker.handler)}: {breaker.state}"
-    said += f", {breaker.failures} of {breaker.calls} calls failed"
+    text = f"{one_line(breaker.handler)}: {breaker.state}"
+    text += f", {breaker.failures} of {breaker.calls} calls failed"
     if breaker.opened_at is not None:
-        said += f", since {breaker.opened_at:%Y-%m-%d %H:%M:%S %Z}"
+        text += f", open since {breaker.opened_at:%Y-%m-%d %H:%M:%S %Z}"
     if breaker.state == "open" and breaker.probe_at is not None:
-        said += f", next try at {breaker.probe_at:%H:%M:%S %Z}"
-    return said
+        text += f", next try at {breaker.probe_at:%H:%M:%S %Z}"
+    return text

@@ -1,4 +1,4 @@
-"""``manage.py event_schedules list|run|enable|disable``: what fires when, and its switch."""
+"""``manage.py event_schedules``: list, run, enable and disable schedules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from django.core.management.base import BaseCommand, CommandError
 from django.core.serializers.json import DjangoJSONEncoder
 
 from django_eventbus import schedules
-from django_eventbus.cron import Cron, on_the_wall
+from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import EventBusError
-from django_eventbus.failures import one_line
-from django_eventbus.management.console import database
+from django_eventbus.management.console import accept_django_options, database
 from django_eventbus.models import EventSchedule, ScheduleOrigin
+from django_eventbus.scheduling.cron import Cron, in_local_time
 from django_eventbus.store import store_for
 
 COLUMNS = ("name", "event", "state", "last run", "when")
@@ -43,23 +43,29 @@ FIELDS = (
 
 class Command(BaseCommand):
     help = "List the schedules and their next runs; run, enable or disable one."
+    missing_args_message = (
+        "Name an action: list, run, enable or disable. Example: event_schedules list"
+    )
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         actions = parser.add_subparsers(dest="action", required=True)
-        listing = actions.add_parser("list", help="show them, and when they will fire")
+        listing = actions.add_parser("list", help="list the schedules and their next runs")
         listing.add_argument(
             "--format",
             choices=("table", "json"),
             default="table",
-            help="a table for people (the default), or one JSON array of all there is to know",
+            help="table (default) or json, one array with all fields",
         )
-        run = actions.add_parser("run", help="publish its event now, beside its ticks")
-        enable = actions.add_parser("enable", help="fire again, from the next tick on")
-        disable = actions.add_parser("disable", help="do not fire until enabled again")
+        run = actions.add_parser(
+            "run", help="publish the event of a schedule now; its next run is unchanged"
+        )
+        enable = actions.add_parser("enable", help="enable a schedule from its next run on")
+        disable = actions.add_parser("disable", help="disable a schedule until it is enabled again")
         for each in (run, enable, disable):
             each.add_argument("name", help="the name of the schedule")
         for each in (listing, run, enable, disable):
-            each.add_argument("--database", help="the alias that holds the bus")
+            each.add_argument("--database", help="alias of the database that contains the events")
+            accept_django_options(each)
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = database(options["database"])
@@ -78,7 +84,8 @@ class Command(BaseCommand):
         now = store_for(alias).read_clock()
         found = schedules.every(using=alias)
         if options["format"] == "json":
-            # Plain ASCII: whatever is in a schedule, the terminal is safe from it.
+            # json.dumps escapes control characters, so a name or a payload cannot send escape
+            # sequences to the terminal.
             records = [_record(each, now) for each in found]
             self.stdout.write(json.dumps(records, cls=DjangoJSONEncoder, indent=2))
         elif not found:
@@ -90,7 +97,9 @@ class Command(BaseCommand):
     def _run(self, alias: str, options: dict[str, Any]) -> None:
         event = schedules.run(options["name"], using=alias)
         if event is None:
-            self.stdout.write("Nothing was published: the queue is full, and its policy is drop.")
+            self.stdout.write(
+                "No event was published: a limit is reached and its overflow policy is drop."
+            )
         else:
             self.stdout.write(f"Published {one_line(event.type)} {event.event_id}.")
 
@@ -107,7 +116,7 @@ class Command(BaseCommand):
 def _state(schedule: EventSchedule) -> str:
     declared = {each.name for each in schedules.declared()}
     if schedule.pk is None:
-        return "new"  # the next worker that starts writes it down
+        return "new"  # The next worker that starts inserts a row for the schedule.
     if schedule.origin == ScheduleOrigin.CODE and schedule.name not in declared:
         return "not in code"
     return "enabled" if schedule.enabled else "disabled"
@@ -118,11 +127,17 @@ def _cells(schedule: EventSchedule, now: datetime) -> tuple[str, ...]:
     try:
         cron = Cron(schedule.cron, schedule.tz)
         zone = cron.zone
-        when = cron.explain(now, count=RUNS_SHOWN if state in ("new", "enabled") else 0)
+        shown = RUNS_SHOWN if state in ("new", "enabled") else 0
+        runs = [in_local_time(each, zone) for each in _runs(schedule, shown, now)]
+        when = f"{cron.words}; next: {', '.join(runs)}" if runs else cron.words
     except EventBusError as error:
         when = f"cannot fire: {error}"
-    last_run = on_the_wall(schedule.last_at, zone) if schedule.last_at else "-"
+    last_run = in_local_time(schedule.last_at, zone) if schedule.last_at else "-"
     return tuple(map(one_line, (schedule.name, schedule.type, state, last_run, when)))
+
+
+def _runs(schedule: EventSchedule, count: int, now: datetime) -> list[datetime]:
+    return schedules.coming_runs(schedule, count, now=now)
 
 
 def _record(schedule: EventSchedule, now: datetime) -> dict[str, Any]:
@@ -130,7 +145,7 @@ def _record(schedule: EventSchedule, now: datetime) -> dict[str, Any]:
     record |= {"state": _state(schedule), "words": None, "next_runs": [], "error": None}
     try:
         record["words"] = Cron(schedule.cron, schedule.tz).words
-        record["next_runs"] = schedules.next_runs(schedule, RUNS_SHOWN, after=now)
+        record["next_runs"] = _runs(schedule, RUNS_SHOWN, now)
     except EventBusError as error:
         record["error"] = str(error)
     return record

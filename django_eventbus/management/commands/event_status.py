@@ -1,25 +1,32 @@
-"""``manage.py event_status``: the figures of the bus, and an exit code for those who watch it."""
+"""``manage.py event_status``: the status of the bus, with an exit code for monitoring."""
 
 from __future__ import annotations
 
 import json
 import operator
 import re
+import sys
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from django.core.management.base import BaseCommand, CommandError
 
-from django_eventbus import findings, status
-from django_eventbus.findings import Finding
+from django_eventbus import status
+from django_eventbus.conf import settings
+from django_eventbus.errors.suggestions import did_you_mean
+from django_eventbus.errors.text import one_line
 from django_eventbus.management.console import database
-from django_eventbus.registry import did_you_mean
-from django_eventbus.status import COUNTED_UP_TO, NAMES, Status, in_words, shown_count
+from django_eventbus.statistics import problems
+from django_eventbus.statistics.problems import Problem
+from django_eventbus.status import COUNTED_UP_TO, METRICS, Status, in_words, shown_count
 
-#: What monitors take for "critical"; 1 is a command that could not be understood.
+#: The exit code if a condition of --fail-if is met; monitoring systems read 2 as "critical".
 FAILED = 2
+#: The exit code of any other failure, for example an unknown option.
+MISTAKEN = 1
 SECONDS = ("lag", "p50", "p95")
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
@@ -37,7 +44,11 @@ class Condition(NamedTuple):
     limit: float
 
     def is_met(self, figures: dict[str, Any]) -> bool:
-        """What is not known, because nothing happened, is no reason to fail."""
+        """Return whether the condition is met.
+
+        A metric without a value meets no condition. Some metrics, such as the failure rate, have no
+        value if no event has ended recently.
+        """
         value = figures[self.name]
         return value is not None and _COMPARISONS[self.comparison](value, self.limit)
 
@@ -49,49 +60,66 @@ def conditions(text: str) -> list[Condition]:
 def _condition(text: str) -> Condition:
     found = _CONDITION.fullmatch(text)
     if found is None:
-        raise ArgumentTypeError(f'{text.strip()!r} is not like "dead>0" or "lag>=60"')
+        raise ArgumentTypeError(f'{text.strip()!r} is not a condition; write "dead>0" or "lag>=60"')
     name, comparison, limit = found.groups()
-    if name not in NAMES:
-        raise ArgumentTypeError(f"there is no figure {name!r}{did_you_mean(name, NAMES)}")
+    if name not in METRICS:
+        raise ArgumentTypeError(f"there is no metric {name!r}{did_you_mean(name, METRICS)}")
     return Condition(name, comparison, float(limit))
 
 
 class Command(BaseCommand):
-    help = "Show how the event bus is doing, and what needs attention."
+    help = "Show the statistics of the event bus and what needs attention."
+    _understood = False
+
+    def run_from_argv(self, argv: list[str]) -> None:
+        """Exit with ``MISTAKEN`` after a usage error.
+
+        argparse would exit with 2, which monitoring systems read as an alarm.
+        """
+        try:
+            super().run_from_argv(argv)
+        except SystemExit as ended:
+            if self._understood or not ended.code:
+                raise
+            sys.exit(MISTAKEN)
+
+    def execute(self, *args: Any, **options: Any) -> str | None:
+        self._understood = True
+        return super().execute(*args, **options)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
             "--format",
             choices=("table", "json"),
             default="table",
-            help="a table for people (the default), or one JSON object",
+            help="table (default) or json, one object",
         )
         parser.add_argument(
             "--fail-if",
             type=conditions,
             default=[],
             metavar="CONDITIONS",
-            help=f'end with exit code {FAILED} if one of them is met: "dead>0,lag>60"',
+            help=f'exit with code {FAILED} if a condition is met: "dead>0,lag>60"',
         )
-        parser.add_argument("--database", help="the alias that holds the bus")
+        parser.add_argument("--database", help="alias of the database that contains the events")
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = database(options["database"])
         seen = status.look(using=using)
-        found = findings.of(seen)
+        found = problems.find_problems(seen)
         self.stdout.write(
             _as_json(seen, found) if options["format"] == "json" else _as_table(seen, found)
         )
-        met = [each for each in options["fail_if"] if each.is_met(seen.figures)]
+        met = [each for each in options["fail_if"] if each.is_met(seen.metrics)]
         if met:
             reasons = (
-                f"{name} is {shown(name, seen.figures[name])} ({name} {comparison} {limit:g})"
+                f"{name} is {shown(name, seen.metrics[name])} ({name} {comparison} {limit:g})"
                 for name, comparison, limit in met
             )
             raise CommandError("; ".join(reasons), returncode=FAILED)
 
 
-def _as_json(seen: Status, found: list[Finding]) -> str:
+def _as_json(seen: Status, found: list[Problem]) -> str:
     handlers = {
         each.name: {
             "runs": each.runs.total,
@@ -99,22 +127,47 @@ def _as_json(seen: Status, found: list[Finding]) -> str:
             "dead": each.runs.dead,
             "p50": each.runs.p50,
             "p95": each.runs.p95,
+            "executor": each.executor,
+            "hand_offs": each.runs.handed_off,
+            "handed_off": each.handed_off,
         }
         for each in seen.handlers
     }
-    told = {
+    executors = {
+        each.name: {
+            "unavailable_since": _moment(each.unavailable_since),
+            "next_attempt_at": _moment(each.next_attempt_at),
+            "held": each.held,
+        }
+        for each in seen.executors
+    }
+    record = {
         "at": seen.at.isoformat(),
         "counted_up_to": COUNTED_UP_TO,
-        **seen.figures,
+        **seen.metrics,
         "handlers": handlers,
+        "executors": executors,
+        "handoff_window": settings.HANDOFF_WINDOW,
         "needs_attention": [asdict(each) for each in found],
     }
-    return json.dumps(told, indent=2, ensure_ascii=False)
+    return json.dumps(record, indent=2, ensure_ascii=False)
 
 
-def _as_table(seen: Status, found: list[Finding]) -> str:
-    width = max(map(len, NAMES))
-    lines = [f"{name:<{width}}  {shown(name, value)}" for name, value in seen.figures.items()]
+def _moment(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.isoformat()
+
+
+def _as_table(seen: Status, found: list[Problem]) -> str:
+    width = max(map(len, METRICS))
+    lines = [f"{name:<{width}}  {shown(name, value)}" for name, value in seen.metrics.items()]
+    handed_off = [
+        f"- {one_line(each.name)} ({each.executor}): {shown_count(each.handed_off)} of "
+        f"{settings.HANDOFF_WINDOW:,}"
+        for each in seen.handlers
+        if each.executor
+    ]
+    if handed_off:
+        lines += ["", "Handed off, of at most HANDOFF_WINDOW events:", *handed_off]
     if found:
         lines += ["", "Needs attention:", *(f"- {each.text}" for each in found)]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""``manage.py purge_events``: keep the log at a size, in batches, for cron as for people."""
+"""``manage.py purge_events``: delete old events from the log, in batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from django.core.management.base import BaseCommand
 
 from django_eventbus import retention
 from django_eventbus.management.console import (
+    add_confirmation,
     conclude,
-    confirmed,
     database,
     number,
     period,
     progress,
+    purge_confirmed,
 )
 from django_eventbus.store import store_for
 
@@ -26,23 +27,22 @@ LARGEST_LIMIT = 10**12
 
 
 class Command(BaseCommand):
-    help = "Delete events from the log that ended long ago. Dead letters only if asked to."
+    help = "Delete old events from the log; dead letters only with --status."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument(
             "--older-than",
             type=period,
             required=True,
-            help="what ended so long ago or longer: 30d, 12h, 90m, or days",
+            help="events that ended at least this long ago: 30d, 12h, 90m; a plain number is days",
         )
         parser.add_argument(
             "--status",
             choices=retention.STATUSES,
             default=retention.COMPLETED,
-            help="completed (the default); dead letters, all or one kind of them, are asked about",
+            help="completed (default), dead for all dead letters, or one status of dead letters",
         )
-        parser.add_argument("--dry-run", action="store_true", help="only say how many it would be")
-        parser.add_argument("--yes", action="store_true", help="do not ask about dead letters")
+        add_confirmation(parser)
         parser.add_argument(
             "--batch-size",
             type=number(1, LARGEST_BATCH),
@@ -50,51 +50,48 @@ class Command(BaseCommand):
             help=f"events per transaction (default: {retention.BATCH:,})",
         )
         parser.add_argument(
-            "--limit", type=number(1, LARGEST_LIMIT), help="the most to delete in this run"
+            "--limit", type=number(1, LARGEST_LIMIT), help="maximum number of events to delete"
         )
         parser.add_argument(
             "--format",
             choices=("text", "json"),
             default="text",
-            help="a sentence for people (the default), or one JSON object",
+            help="text (default) or json, one object",
         )
-        parser.add_argument("--database", help="the alias that holds the bus")
+        parser.add_argument("--database", help="alias of the database that contains the events")
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = database(options["database"])
-        # A moment, not an age: what is purged is what was counted and asked about.
+        # Use a fixed time, so that events that reach the age after the confirmation are not purged.
         ended_by = store_for(using).read_clock() - options["older_than"]
         chosen = Chosen(ended_by=ended_by, status=options["status"], using=using)
         if options["dry_run"]:
-            count = min(chosen.count(), options["limit"] or LARGEST_LIMIT)
-            self._tell(chosen, count, "would be purged", options)
+            self._report(chosen, _count(chosen, options), "Would purge", options)
         elif self._may_purge(chosen, options):
-            self._tell(chosen, self._purge(chosen, options), "purged", options)
+            self._report(chosen, self._purge(chosen, options), "Purged", options)
         else:
-            self._tell(chosen, 0, "purged", options)
+            self._report(chosen, 0, "Purged", options)
 
     @staticmethod
     def _may_purge(chosen: Chosen, options: dict[str, Any]) -> bool:
-        if not chosen.are_dead or options["yes"]:
-            return True
-        count = chosen.count()
-        return not count or confirmed(chosen.in_words(count))
+        if options["yes"]:
+            return True  # Only the prompt needs the count, which is slow for a large log.
+        count = _count(chosen, options)
+        return not count or purge_confirmed(chosen.in_words(count), yes=False)
 
     def _purge(self, chosen: Chosen, options: dict[str, Any]) -> int:
-        of_what = "purged"
-        if self.stdout.isatty():
-            # Only a person waits for the end, and counting a large log takes a while.
-            of_what = f"of {min(chosen.count(), options['limit'] or LARGEST_LIMIT):,} purged"
+        # Only a terminal shows the total. Otherwise skip the count, which is slow for a large log.
+        of_all = f"of {_count(chosen, options):,} " if self.stdout.isatty() else ""
         return retention.purge(
             chosen.ended_by,
             status=chosen.status,
             limit=options["limit"],
             batch_size=options["batch_size"],
             using=chosen.using,
-            progress=progress(self.stdout, of_what),
+            progress=progress(self.stdout, f"{of_all}purged"),
         )
 
-    def _tell(self, chosen: Chosen, count: int, done: str, options: dict[str, Any]) -> None:
+    def _report(self, chosen: Chosen, count: int, verb: str, options: dict[str, Any]) -> None:
         kept = 0 if chosen.are_dead else chosen.dead_of_that_age()
         if options["format"] == "json":
             record = {
@@ -106,15 +103,21 @@ class Command(BaseCommand):
             }
             conclude(self.stdout, json.dumps(record))
             return
-        conclude(self.stdout, f"{chosen.in_words(count)} {done}.")
+        conclude(self.stdout, f"{verb} {chosen.in_words(count)}.")
         if kept:
-            letters = "dead letter is" if kept == 1 else "dead letters are"
-            self.stdout.write(f"{kept:,} {letters} as old, and kept: see --status.")
+            letters = "dead letter" if kept == 1 else "dead letters"
+            self.stdout.write(
+                f"Kept {kept:,} {letters} of the same age: pass --status dead to purge them."
+            )
+
+
+def _count(chosen: Chosen, options: dict[str, Any]) -> int:
+    return min(chosen.count(), options["limit"] or LARGEST_LIMIT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Which events are meant."""
+    """The events that the options select."""
 
     ended_by: datetime
     status: str
@@ -131,9 +134,9 @@ class Chosen:
         return retention.ended(self.ended_by, status=retention.DEAD, using=self.using).count()
 
     def in_words(self, count: int) -> str:
-        """``1,204 completed events that ended by 2026-10-17 02:45:57 UTC``."""
+        """Return a text: ``1,204 completed events that ended before 2026-10-17 02:45:57 UTC``."""
         name = "dead letter" if self.are_dead else "completed event"
-        many = f"{count:,} {name}{'' if count == 1 else 's'}" if count else f"No {name}s"
+        many = f"{count:,} {name}{'' if count == 1 else 's'}" if count else f"no {name}s"
         if self.status not in (retention.COMPLETED, retention.DEAD):
-            many += f" of status {self.status.upper()}"
-        return f"{many} that ended by {self.ended_by:%Y-%m-%d %H:%M:%S %Z}"
+            many += f" with the status {self.status.upper()}"
+        return f"{many} that ended before {self.ended_by:%Y-%m-%d %H:%M:%S %Z}"

@@ -1,32 +1,32 @@
-"""``manage.py run_event_worker``: options in, a supervisor (or a worker in this process) out."""
+"""``manage.py run_event_worker``: run a supervisor, or a worker in this process."""
 
 from __future__ import annotations
 
 import atexit
+import shutil
+import signal
 import sys
+import threading
 import time
 from argparse import ArgumentParser
 from typing import Any
 
 from django.conf import settings as django_settings
 from django.core.management.base import BaseCommand, CommandError
-from django.db import OperationalError, connections
 from django.utils import autoreload
 
-from django_eventbus.batch import Tally
 from django_eventbus.conf import settings
-from django_eventbus.models import QueuedEvent
-from django_eventbus.registry import did_you_mean, registry
+from django_eventbus.delivery.batch import Tally
+from django_eventbus.errors.failpoints import reached
+from django_eventbus.errors.suggestions import did_you_mean
+from django_eventbus.management.console import CLEAR_LINE, database
+from django_eventbus.registry import registry
 from django_eventbus.signals import delivery_succeeded
-from django_eventbus.store import default_alias, store_for
-from django_eventbus.supervisor import Supervisor
-from django_eventbus.worker import (
-    Worker,
-    WorkerOptions,
-    leave_pools,
-    run_here,
-    stop_on_signals,
-)
+from django_eventbus.store import name_sessions, store_for
+from django_eventbus.worker.process import STOP_SIGNALS
+from django_eventbus.worker.registration import WorkerOptions
+from django_eventbus.worker.supervisor import Supervisor
+from django_eventbus.worker.worker import Worker, leave_pools, run_here, stop_on_signals
 
 STATUS_EVERY = 1.0
 LOG_EVERY = 10.0
@@ -35,74 +35,83 @@ LARGEST_BATCH = 10_000
 
 
 class Command(BaseCommand):
-    help = "Handle published events until stopped (Ctrl-C or SIGTERM; twice to force)."
+    help = "Handle events until stopped by Ctrl-C or SIGTERM; a second signal stops immediately."
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("--queues", help="comma-separated; default: all of EVENTBUS['QUEUES']")
-        parser.add_argument("--database", help="the alias whose events to handle")
+        parser.add_argument("--database", help="alias of the database whose events are handled")
         parser.add_argument(
             "--processes",
             type=int,
             default=1,
-            help="worker processes under one supervisor, default 1; 0 works in this very process",
+            help="worker processes under one supervisor (default: 1); "
+            "0: run the handlers in this process",
         )
         parser.add_argument(
             "--concurrency",
             type=int,
             default=1,
-            help="threads per process, for I/O-bound handlers; default 1",
+            help="threads per process, for I/O-bound handlers (default: 1)",
         )
         parser.add_argument(
             "--batch-size",
             type=int,
-            help="the most events one claim takes; default: EVENTBUS['BATCH_SIZE']",
+            help="maximum number of events per claim; default: EVENTBUS['BATCH_SIZE']",
         )
         parser.add_argument(
             "--poll-interval",
             type=float,
-            help="seconds between looks when idle; default: EVENTBUS['POLL_INTERVAL']",
+            help="seconds between two polls of an idle queue; default: EVENTBUS['POLL_INTERVAL']",
         )
-        parser.add_argument("--drain", action="store_true", help="stop when nothing is ready")
+        parser.add_argument("--drain", action="store_true", help="stop when no event is ready")
         parser.add_argument("--max-events", type=int, help="stop after about this many events")
         parser.add_argument(
             "--no-reload",
             action="store_true",
-            help="do not restart on code changes (which one process does under DEBUG)",
+            help="do not restart on code changes; by default, a single process restarts if "
+            "DEBUG is True",
         )
 
+    def run_from_argv(self, argv: list[str]) -> None:
+        """Exit with code 0 if a stop signal arrives before the worker has its signal handlers."""
+        for each in STOP_SIGNALS:
+            signal.signal(each, lambda *_: sys.exit(0))
+        super().run_from_argv(argv)
+
     def handle(self, *args: Any, **options: Any) -> None:
-        leave_pools()
-        worker_options = self._worker_options(options)
-        self._require_tables(worker_options.using)
+        reached("start.command")
         reload = (
             django_settings.DEBUG
             and not options["no_reload"]
             and not options["drain"]
             and options["processes"] == 1
         )
+        leave_pools()
+        name_sessions("deliver" if reload or options["processes"] == 0 else "supervisor")
+        worker_options = self._worker_options(options)
         if reload:
+            # Django's reloader expects a KeyboardInterrupt for Ctrl-C.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             autoreload.run_with_reloader(self._run_and_reload, worker_options)
         elif options["processes"] == 0:
-            self._say_hello(worker_options)
+            self._print_start(worker_options)
             self._run_here(worker_options)
         else:
-            self._say_hello(worker_options)
+            self._print_start(worker_options)
             self._supervise(worker_options, options["processes"])
 
     def _worker_options(self, options: dict[str, Any]) -> WorkerOptions:
         for name in ("concurrency", "batch_size", "poll_interval", "max_events"):
             if options[name] is not None and options[name] <= 0:
-                raise CommandError(f"--{name.replace('_', '-')} must be positive")
+                option = f"--{name.replace('_', '-')}"
+                raise CommandError(f"{option} must be greater than 0, not {options[name]}")
         if (options["batch_size"] or 0) > LARGEST_BATCH:
-            raise CommandError(f"--batch-size must be at most {LARGEST_BATCH:,}")
+            size = options["batch_size"]
+            raise CommandError(f"--batch-size must be at most {LARGEST_BATCH:,}, not {size:,}")
         if options["processes"] < 0:
-            raise CommandError("--processes must not be negative")
-        alias = options["database"] or default_alias()
-        if alias not in django_settings.DATABASES:
-            hint = did_you_mean(alias, django_settings.DATABASES)
-            raise CommandError(f"there is no database {alias!r}{hint}")
+            raise CommandError(f"--processes must be 0 or more, not {options['processes']}")
         return WorkerOptions(
-            using=alias,
+            using=database(options["database"]),
             queues=self._queues(options["queues"]),
             concurrency=options["concurrency"],
             batch_size=options["batch_size"] or settings.BATCH_SIZE,
@@ -110,17 +119,6 @@ class Command(BaseCommand):
             drain=options["drain"],
             max_events=options["max_events"],
         )
-
-    @staticmethod
-    def _require_tables(alias: str) -> None:
-        try:
-            tables = connections[alias].introspection.table_names()
-        except OperationalError:
-            return  # the worker waits for a database that is not there yet
-        if QueuedEvent._meta.db_table not in tables:
-            raise CommandError(
-                f"the database {alias!r} has no tables of the event bus: run manage.py migrate"
-            )
 
     @staticmethod
     def _queues(named: str | None) -> tuple[str, ...]:
@@ -135,102 +133,135 @@ class Command(BaseCommand):
         self.stdout.write(text)
         self.stdout.flush()
 
-    def _say_hello(self, options: WorkerOptions) -> None:
+    def _print_start(self, options: WorkerOptions) -> None:
+        of_project = [
+            each for each in registry.all() if not each.name.startswith("django_eventbus.")
+        ]
         self._say(
-            f"Serving {', '.join(options.queues)} on {options.using!r} "
-            f"with {_count(len(registry.all()), 'handler')}. Stop with Ctrl-C."
+            f"Serving queues {', '.join(options.queues)} on database {options.using!r} "
+            f"with {_count(len(of_project), 'handler')}. Press Ctrl-C to stop."
         )
 
     def _run_and_reload(self, options: WorkerOptions) -> None:
-        """For development: every delivery is told, a saved file starts it all over."""
-        self._say_hello(options)
-        self._say("Development: a reload or Ctrl-C cuts a running handler off; it is run again.")
-        delivery_succeeded.connect(self._tell_of_success)
+        """Run a worker that prints each success; the reloader restarts it on code changes."""
+        self._print_start(options)
+        self._say(
+            "A code reload or Ctrl-C interrupts a running handler; the event is handled again."
+        )
+        delivery_succeeded.connect(self._print_success)
         self._run_here(options)
 
-    def _tell_of_success(
+    def _print_success(
         self, sender: Any, *, event: Any, handler: str, seconds: float, **kwargs: Any
     ) -> None:
         milliseconds = f"{seconds * 1000:.0f} ms"
         self._say(f"{handler} handled {event.type} {event.event_id} in {milliseconds}")
 
     def _run_here(self, options: WorkerOptions) -> None:
-        """In this process. A code reload ends it without notice, so clean up at exit."""
+        """Run a worker in this process.
+
+        A code reload exits the process without stopping the worker. The claims of the worker are
+        then released by the function that is registered with atexit.
+        """
 
         def on_start(worker: Worker) -> None:
             stop_on_signals(worker)
             atexit.register(_abandon, worker)
 
-        self._say_goodbye(run_here(options, on_start))
+        self._print_totals(run_here(options, on_start))
 
     def _supervise(self, options: WorkerOptions, processes: int) -> None:
         report = StatusLine(self.stdout) if self.stdout.isatty() else StatusLog(self.stdout)
-        supervisor = Supervisor(options, processes=processes, report=report, say=self._say)
+        supervisor = Supervisor(options, processes=processes, report=report, say=report.say)
         code = supervisor.run()
         report.end()
         handled, failed, dead = supervisor.counted()
-        self._say_goodbye(Tally(handled=handled, failed=failed, dead=dead))
+        self._print_totals(Tally(handled=handled, failed=failed, dead=dead))
         if code:
             sys.exit(code)
 
-    def _say_goodbye(self, tally: Tally) -> None:
+    def _print_totals(self, tally: Tally) -> None:
         self._say(
-            f"{_count(tally.handled, 'event')} handled, "
+            f"Handled {_count(tally.handled, 'event')}, "
             f"{_count(tally.failed, 'failed attempt')}, {_count(tally.dead, 'dead letter')}."
         )
 
 
 def _abandon(worker: Worker) -> None:
-    """Give back what a worker holds that is ended in the middle of things."""
+    """Release the claims of a worker that was interrupted."""
     store_for(worker.options.using).dismiss(worker.worker_id)
 
 
 class StatusLog:
-    """For a pipe: a plain line now and then, while there is something to tell."""
+    """Status output for a pipe: a line every ``every`` seconds, if the counts have changed."""
 
     every = LOG_EVERY
 
     def __init__(self, stdout: Any) -> None:
         self.stdout = stdout
-        self._told_at = time.monotonic()
-        self._told = (0, 0, 0)
+        self._reported_at = time.monotonic()
+        self._reported = (0, 0, 0)
 
     def __call__(self, supervisor: Supervisor) -> None:
         now = time.monotonic()
-        if now - self._told_at < self.every:
+        if now - self._reported_at < self.every:
             return
         counted = supervisor.counted()
-        speed = (counted[0] - self._told[0]) / (now - self._told_at)
+        speed = (counted[0] - self._reported[0]) / (now - self._reported_at)
         if self.wants(counted):
-            self.write(_status(counted, speed, _depth(supervisor)))
-        self._told_at, self._told = now, counted
+            self.write(counted, speed, _depth(supervisor))
+        self._reported_at, self._reported = now, counted
 
     def wants(self, counted: tuple[int, int, int]) -> bool:
-        return counted != self._told
+        return counted != self._reported
 
-    def write(self, text: str) -> None:
+    def write(self, counted: tuple[int, int, int], speed: float, depth: str) -> None:
+        self.say(_status(counted, speed, depth))
+
+    def say(self, text: str) -> None:
         self.stdout.write(text)
         self.stdout.flush()
 
     def end(self) -> None:
-        """Nothing to clear."""
+        """Do nothing: there is no line to clear."""
 
 
 class StatusLine(StatusLog):
-    """For a terminal: one line that is always true."""
+    """Status output for a terminal: one line that is rewritten every second."""
 
     every = STATUS_EVERY
+
+    def __init__(self, stdout: Any) -> None:
+        super().__init__(stdout)
+        # The supervisor's renewal thread writes the status line, and the main thread writes other
+        # texts. The lock keeps the two outputs apart.
+        self._lock = threading.Lock()
+        self._ended = False
 
     def wants(self, counted: tuple[int, int, int]) -> bool:
         return True
 
-    def write(self, text: str) -> None:
-        # The cursor waits at the beginning of the line, where a log record may overwrite it.
-        self.stdout.write(f"\r\x1b[2K{text}\r", ending="")
-        self.stdout.flush()
+    def write(self, counted: tuple[int, int, int], speed: float, depth: str) -> None:
+        # Some terminals wrap a line that fills the last column. A wrapped line cannot be cleared,
+        # so the text is one character shorter.
+        text = _fitting(counted, speed, depth, shutil.get_terminal_size().columns - 1)
+        with self._lock:
+            if not self._ended:
+                # "\r" moves the cursor to the start of the line, so that a log record overwrites
+                # the status.
+                self.stdout.write(f"{CLEAR_LINE}{text}\r", ending="")
+                self.stdout.flush()
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self.stdout.write(f"{CLEAR_LINE}{text}")
+            self.stdout.flush()
 
     def end(self) -> None:
-        self.stdout.write("\r\x1b[2K", ending="")
+        with self._lock:
+            self._ended = True
+            self.stdout.write(CLEAR_LINE, ending="")
+            self.stdout.flush()
 
 
 def _count(number: int, what: str) -> str:
@@ -243,6 +274,14 @@ def _status(counted: tuple[int, int, int], speed: float, depth: str) -> str:
         f"{speed:,.0f} events/s · {depth} queued · {handled:,} handled · "
         f"{failed:,} failed attempts · {dead:,} dead"
     )
+
+
+def _fitting(counted: tuple[int, int, int], speed: float, depth: str, width: int) -> str:
+    """Return the longest form of the status that fits. If none fits, truncate the shortest form."""
+    long = _status(counted, speed, depth)
+    short = long.replace(" events/s", "/s").replace(" failed attempts", " failed")
+    fitting = [each for each in (long, short) if len(each) <= width]
+    return fitting[0] if fitting else f"{short[: max(0, width - 1)]}…"
 
 
 def _depth(supervisor: Supervisor) -> str:

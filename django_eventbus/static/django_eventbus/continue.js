@@ -1,6 +1,6 @@
 "use strict";
-// Goes on with what the page's button would go on with; not for somebody who came back to the page,
-// whose run may have been stopped.
+// Submits the form of the Continue button. A page that was reached by "Back" is not submitted,
+// because its run may have been stopped.
 {
     const [arrival] = performance.getEntriesByType("navigation");
     if (arrival?.type !== "back_forward") {

@@ -1,4 +1,4 @@
-// Fetches the changing part of the overview every few seconds, while somebody looks at it.
+// Refreshes the statistics of the overview every few seconds while the page is visible.
 "use strict";
 
 document.addEventListener("DOMContentLoaded", () => {
@@ -6,7 +6,7 @@ document.addEventListener("DOMContentLoaded", () => {
     if (!live) {
         return;
     }
-    const news = document.getElementById("eventbus-news");
+    const summary = document.getElementById("eventbus-summary");
     const asOf = document.getElementById("eventbus-as-of");
     const button = document.createElement("button");
     let paused = false;
@@ -22,22 +22,22 @@ document.addEventListener("DOMContentLoaded", () => {
             refresh();
         }
     });
-    news.after(button);
+    summary.after(button);
 
-    // Said once: whoever listens to the page need not hear the same every few seconds.
-    function tell(text) {
-        if (news.textContent !== text) {
-            news.textContent = text;
+    // Set only a changed text: screen readers announce every assignment.
+    function announce(text) {
+        if (summary.textContent !== text) {
+            summary.textContent = text;
         }
     }
 
-    // A selection would be lost with what is selected.
+    // A refresh would remove the selected text.
     function isSelecting() {
         const selection = document.getSelection();
         return selection && !selection.isCollapsed && live.contains(selection.anchorNode);
     }
 
-    // What the keyboard can stop at and that leads to the same place.
+    // The focusable elements with the same target.
     function stopsLike(target) {
         return [...live.querySelectorAll("a, summary")].filter((each) => targetOf(each) === target);
     }
@@ -46,7 +46,7 @@ document.addEventListener("DOMContentLoaded", () => {
         return stop.getAttribute("href") || stop.tagName;
     }
 
-    // Where the focus is, so that it is there again when all is new; what is gone leaves it here.
+    // Returns a function that restores the focus after a refresh, or focuses the section.
     function rememberFocus() {
         const stop = document.activeElement;
         if (!live.contains(stop)) {
@@ -70,12 +70,12 @@ document.addEventListener("DOMContentLoaded", () => {
         refocus();
         asOf.textContent = live.querySelector("[data-as-of]").dataset.asOf;
         asOf.classList.remove("eventbus-stale");
-        tell(live.querySelector("[data-news]").dataset.news);
+        announce(live.querySelector("[data-summary]").dataset.summary);
     }
 
     function showLost() {
         asOf.classList.add("eventbus-stale");
-        tell(live.dataset.lost);
+        announce(live.dataset.lost);
     }
 
     async function refresh() {

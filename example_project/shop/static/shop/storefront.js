@@ -1,7 +1,7 @@
 "use strict";
 
-// Keeps the live parts of a page fresh while somebody looks at it. Without it they are as fresh as
-// the page.
+// Refreshes the live parts of a page while it is visible. Without JavaScript they show the state at
+// the time when the page was loaded.
 const EVERY = 1000;
 
 for (const part of document.querySelectorAll("[data-live]")) {
@@ -16,7 +16,7 @@ for (const part of document.querySelectorAll("[data-live]")) {
       part.innerHTML = shown = fresh;
       if (focused) document.getElementById(focused)?.focus();
     } catch {
-      // The shop is closed or restarting; the next second will tell.
+      // The shop is closed or restarting. The next refresh tries again.
     }
   }, EVERY);
 }

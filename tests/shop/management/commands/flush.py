@@ -1,7 +1,7 @@
-"""Django's flush, after every test that commits: quicker by a lot.
+"""Django's flush, which runs after every test that commits, made much faster.
 
-What migrations wrote stays as it is: to write it again would take most of the time. And PostgreSQL
-empties only what holds something, because a new file for every table and index takes the rest.
+Rows that migrations wrote are kept, because writing them again would take most of the time. On
+PostgreSQL only tables with data are truncated, because each table and index gets a new file.
 """
 
 from django.core.management.color import no_style
@@ -24,7 +24,7 @@ class Command(flush.Command):
 
 
 def not_empty(connection, tables):
-    """Those with a file: a row that was deleted or rolled back counts, for planners do count it."""
+    """The tables with a non-empty file. Deleted rows count too, because they affect the planner."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT relname FROM pg_class WHERE oid = ANY(%s::regclass[])"

@@ -1,0 +1,1 @@
+"""Deliver a claimed batch: transactions, handler calls, deadlines and settlement."""

@@ -1,0 +1,228 @@
+"""Call one handler with its envelope, in its context and with its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.db import Error, close_old_connections
+
+from django_eventbus.conf import settings
+from django_eventbus.delivery import event_loop
+from django_eventbus.delivery.deadlines import Watch
+from django_eventbus.delivery.event_loop import AsyncLoop, Running
+from django_eventbus.errors import failures, introspection
+from django_eventbus.errors.failpoints import reached
+from django_eventbus.errors.text import one_line
+from django_eventbus.events import Envelope, set_current_event_id
+from django_eventbus.exceptions import EventBusError, HandlerTimeout
+from django_eventbus.flow.admission import Turns
+from django_eventbus.outcomes.event_run import EventRun
+from django_eventbus.registry import Handler
+
+logger = logging.getLogger(__name__)
+
+NO_ROW = -1
+
+
+class NotStartedError(EventBusError):
+    """A coroutine did not begin, because the worker was stopped or the queue was paused."""
+
+
+class Caller:
+    """Calls the handlers of one thread."""
+
+    def __init__(self, watch: Watch, loop: AsyncLoop) -> None:
+        self.watch = watch
+        self.loop = loop
+
+    def call(self, progress: EventRun, handler: Handler) -> None:
+        """Call a handler. Raises the handler's error, or HandlerTimeout if it takes too long."""
+        event = progress.event
+        progress.current = handler
+        envelope = _envelope(progress, handler)
+        set_current_event_id(event.event_id)
+        self.watch.start(event.row_id, handler.stored_name, handler.deadline)
+        try:
+            try:
+                reached("handler.before")
+                result = handler.func(envelope)
+                reached("handler.after")
+            finally:
+                self.watch.stop()
+                set_current_event_id(None)
+        except HandlerTimeout:
+            # HandlerTimeout may have interrupted the first stop() before stop() did anything.
+            self.watch.stop()
+            set_current_event_id(None)
+            raise
+        if result is not None and asyncio.iscoroutine(result):
+            result.close()
+            raise EventBusError(
+                f"{handler.name} returned a coroutine, which is never awaited: "
+                "declare the handler with async def"
+            )
+
+    def start(
+        self,
+        progress: EventRun,
+        handler: Handler,
+        turns: Turns | None = None,
+        *,
+        stopped: Callable[[], bool] = lambda: False,
+        alone: bool = False,
+    ) -> Running:
+        """Start an async handler when ``turns`` allows it; ``collect`` waits for the result.
+
+        If ``stopped()`` is true before the handler begins, ``collect`` raises NotStartedError. If
+        ``alone`` is true, the handler gets an event loop that no other handler uses.
+        """
+        envelope = _envelope(progress, handler)
+
+        async def run() -> BaseException | None:
+            set_current_event_id(progress.event.event_id)
+            turn = turns.here() if turns else contextlib.nullcontext()
+            try:
+                async with turn, asyncio.timeout(handler.deadline):
+                    if stopped():
+                        return NotStartedError("the worker was stopped, or the queue was paused")
+                    await handler.func(envelope)
+            except BaseException as error:
+                # Return the error instead of raising it: a SystemExit would end the event loop and
+                # all its coroutines.
+                await _close_lost_connections(error)
+                return error
+            return None
+
+        return self.loop.start(f"{handler.name} on {progress.event.event_id}", run, alone=alone)
+
+    def collect(self, progress: EventRun, handler: Handler, running: Running) -> None:
+        """Wait until a coroutine ends. Raises its error if it failed.
+
+        Raises LoopBlockedError if another coroutine blocked or closed the event loop.
+        """
+        # asyncio.timeout() cannot end a coroutine that blocks its event loop. So outcome() stops
+        # waiting after ``within`` seconds, and the watch interrupts this thread after ``last``
+        # seconds. The watch also shows the supervisor which handler runs.
+        within = handler.deadline + event_loop.GRACE
+        last = within + 2 * event_loop.GRACE
+        self.watch.start(progress.event.row_id, handler.stored_name, last)
+        try:
+            try:
+                error = self.loop.outcome(running, within=within)
+            finally:
+                self.watch.stop()
+        except HandlerTimeout:
+            self.watch.stop()  # HandlerTimeout may have interrupted the first stop().
+            raise
+        if error is not None:
+            raise error
+
+    def blame(
+        self, progress: EventRun, handler: Handler, error: BaseException, seconds: float
+    ) -> None:
+        """Record that the handler failed.
+
+        To describe an error, the worker runs code of the project (``__str__``, ``REDACT_ERRORS``).
+        The handler's deadline applies to that code. If the code hangs or raises, its failure is
+        recorded for this event, and no other event is affected.
+        """
+        known = len(progress.outcomes)
+        policy = handler.retry_policy
+        self.watch.start(progress.event.row_id, handler.stored_name, handler.deadline)
+        try:
+            try:
+                progress.fail(handler.name, explained(error, handler), policy, seconds)
+            finally:
+                self.watch.stop()
+        except BaseException as broken:
+            self.watch.stop()  # HandlerTimeout may have interrupted the first stop().
+            del progress.outcomes[known:]
+            unfit = _description_failed(error, handler, broken)
+            record = failures.decided(
+                introspection.type_name(unfit),
+                str(unfit),
+                handler=handler.name,
+                attempt=progress.attempt_of(handler.name),
+                at=progress.event.database_now(),
+            )
+            progress.fail(handler.name, unfit, policy, seconds, record)
+
+    def guarded(self, hook: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap an on_commit callback: it gets a deadline, and its error stops no other callback."""
+
+        def run() -> None:
+            self.watch.start(NO_ROW, b"on_commit", settings.HANDLER_TIMEOUT)
+            try:
+                try:
+                    _run_and_log(hook)
+                finally:
+                    self.watch.stop()
+            except BaseException as error:
+                self.watch.stop()  # HandlerTimeout may have interrupted the first stop().
+                logger.error("an on_commit callback failed: %s", introspection.type_name(error))
+
+        return run
+
+
+def _run_and_log(hook: Callable[[], Any]) -> None:
+    """Run the callback and log its error.
+
+    The log call runs ``__repr__`` and ``__str__`` of the project. They may hang like the callback
+    itself, so the caller must set a deadline.
+    """
+    try:
+        hook()
+    except BaseException as error:
+        logger.error(
+            "the on_commit callback %s of a handler failed: %s",
+            one_line(introspection.exact(repr(hook))),
+            failures.in_a_line(error),
+        )
+
+
+async def _close_lost_connections(error: BaseException) -> None:
+    """Close connections whose session is lost, after a database error of a coroutine.
+
+    The ORM calls of all coroutines run in one thread and share its connections. So a lost session
+    would make all later coroutines fail. Connections are not closed after every handler, because
+    another coroutine may be using them.
+    """
+    if any(issubclass(type(each), Error) for each in introspection.chain(error)):
+        await sync_to_async(close_old_connections)()
+
+
+def _envelope(progress: EventRun, handler: Handler) -> Envelope[Any]:
+    name = handler.name
+    return Envelope(progress.event, handler_name=name, attempt=progress.attempt_of(name))
+
+
+def explained(error: BaseException, handler: Handler) -> BaseException:
+    """Return the error, with a hint for the developer if there is one."""
+    kind = type(error)
+    if issubclass(kind, HandlerTimeout | TimeoutError) and not introspection.message(error):
+        text = f"{handler.name} ran longer than {handler.deadline:g} s"
+        return TimeoutError(text).with_traceback(introspection.traceback_of(error))
+    if issubclass(kind, RuntimeError) and "durable atomic block" in introspection.message(error):
+        BaseException.add_note(
+            error,
+            "Handlers run inside the worker's transaction. Declare a handler that needs its own "
+            "transaction with @handler(..., atomic=False).",
+        )
+    return error
+
+
+def _description_failed(error: BaseException, handler: Handler, broken: BaseException) -> Exception:
+    kind = introspection.type_name(error)
+    if issubclass(type(broken), HandlerTimeout):
+        return TimeoutError(
+            f"{handler.name} raised {kind}, and describing it took longer than "
+            f"{handler.deadline:g} s"
+        )
+    return EventBusError(
+        f"{handler.name} raised {kind}, and describing it raised {introspection.type_name(broken)}"
+    )

@@ -1,0 +1,103 @@
+"""Send the messages of events that were handed off to another executor.
+
+The messages are sent at the end of a batch, when the settlements are committed and the lanes of
+the batch are released, so that the executor can claim the events. If the process dies before, the
+events are handed off again after HANDOFF_DEADLINE.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from django.utils.module_loading import import_string
+
+from django_eventbus.delivery.batch import Batch
+from django_eventbus.delivery.settling import Settler
+from django_eventbus.errors import failures
+from django_eventbus.errors.failpoints import reached
+from django_eventbus.exceptions import BrokerUnavailableError, MessageRefusedError
+from django_eventbus.executors import Executor, Message, Send
+from django_eventbus.flow.controls import FlowControls
+from django_eventbus.flow.decisions import executor_failed, executor_works
+from django_eventbus.registry import registry
+from django_eventbus.store import After, HandOff, HeldBy, Wait
+
+logger = logging.getLogger(__name__)
+
+#: Seconds until events are handed off again after an error that is no outage of the broker.
+RETRY_AFTER = 10.0
+
+
+class HandOffSender:
+    """Sends the hand-offs of one thread. If the broker is unavailable, the events are held."""
+
+    def __init__(
+        self, settler: Settler, controls: FlowControls, report: Callable[[], None]
+    ) -> None:
+        """Initialize. ``report`` tells the supervisor that the thread is not stuck."""
+        self.settler = settler
+        self.store = settler.store
+        self.controls = controls
+        self.report = report
+
+    def send_all(self, batch: Batch) -> None:
+        for hand_off, rows in batch.handed_off.items():
+            handler = registry.get(hand_off.handler)
+            if handler is not None and handler.executor is not None:
+                self._send(batch.queue, handler.executor, hand_off, rows)
+
+    def _send(self, queue: str, executor: Executor, hand_off: HandOff, rows: list[int]) -> None:
+        send = _sender(executor.sender)
+        for start in range(0, len(rows), executor.batch):
+            some = rows[start : start + executor.batch]
+            message = Message(self.store.using, queue, hand_off.handler, hand_off.token, some)
+            reached("hand_off.before_send")
+            self.report()
+            try:
+                send(executor, message, hand_off.seconds)
+            except Exception as error:
+                self._take_back(hand_off, rows[start:], self._wait_after(executor, error))
+                return
+        if executor.name in self.controls.snapshot.failed_executors:
+            self._decide(executor, executor_works)
+
+    def _wait_after(self, executor: Executor, error: Exception) -> Wait:
+        """Return how long events wait whose message could not be sent.
+
+        If the broker is unavailable, the flow control of the executor holds them. After any other
+        error, other messages to the executor may be accepted.
+        """
+        if isinstance(error, BrokerUnavailableError):
+            control_id = None
+            if not isinstance(error, MessageRefusedError):
+                control_id = self._decide(executor, executor_failed)
+            return After(error.retry_in) if control_id is None else HeldBy(control_id)
+        logger.error(
+            "events could not be handed off to %s, trying again in %.0f s: %s",
+            executor.name,
+            RETRY_AFTER,
+            failures.in_a_line(error),
+        )
+        return After(RETRY_AFTER)
+
+    def _take_back(self, hand_off: HandOff, rows: list[int], wait: Wait) -> None:
+        """Return events to the queue. No attempt is counted."""
+        self.settler.through_outage(
+            lambda: self.store.take_back_handed_off(rows, token=hand_off.token, wait=wait)
+        )
+
+    def _decide(self, executor: Executor, decision: Callable[..., Any]) -> int | None:
+        control_id = self.controls.snapshot.executor_ids.get(executor.name)
+        if control_id is not None:
+            self.settler.through_outage(lambda: self.store.decide(control_id, decision))
+            self.controls.read_again()
+        return control_id
+
+
+@cache
+def _sender(path: str) -> Send:
+    sender: Send = import_string(path)
+    return sender

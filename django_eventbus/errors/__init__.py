@@ -1,0 +1,1 @@
+"""Errors: how they are read, redacted, stored and logged, and where tests cause them."""

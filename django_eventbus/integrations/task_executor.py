@@ -1,0 +1,30 @@
+"""Hand events off to Django's Tasks framework.
+
+Django has it since version 6.0. For Django 5.2, the package ``django-tasks`` provides it.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from django.utils.module_loading import import_string
+
+from django_eventbus.executors import Message, TaskExecutor
+from django_eventbus.integrations import messages
+
+task: Any = import_string("django.tasks.task" if find_spec("django.tasks") else "django_tasks.task")
+
+
+@task()  # type: ignore[untyped-decorator]
+def deliver(**content: Any) -> None:
+    """Deliver events that an event worker has handed off to a task."""
+    messages.deliver(content, executor=TaskExecutor.name)
+
+
+def send(executor: TaskExecutor, message: Message, expires: float) -> None:
+    """Enqueue a task that delivers the events of the message. Such a task does not expire."""
+    chosen = deliver.using(
+        backend=executor.backend, queue_name=executor.queue_name, priority=executor.priority
+    )
+    chosen.enqueue(**messages.content_of(message))

@@ -1,0 +1,27 @@
+"""Which handlers a process runs: those without an executor, or those of one executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from django_eventbus.executors import Executor
+from django_eventbus.registry import Handler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The handlers that a process may call. The default is the assignment of an event worker."""
+
+    #: Whether the process calls all handlers, whatever their executor is.
+    is_every: bool = False
+    #: The executor whose handlers the process calls; None for the handlers without an executor.
+    executor: Executor | None = None
+    #: The name of the process, for the page of the event.
+    by: str = ""
+
+    def includes(self, handler: Handler) -> bool:
+        return self.is_every or handler.executor == self.executor
+
+
+EVENT_WORKER = Assignment()
+EVERY_HANDLER = Assignment(is_every=True)

@@ -1,0 +1,1 @@
+"""Cron arithmetic: when a schedule fires."""

@@ -1,0 +1,1 @@
+"""The formats of columns, shared by models, migrations and the store."""

@@ -1,0 +1,1 @@
+"""Statistics of workers per minute, and the problems that operators should know."""

@@ -1,0 +1,190 @@
+"""Count the work of a worker process by minute, queue and handler.
+
+Committed settlements are counted in memory. The counts are written to the database every few
+seconds, and when the worker ends. A worker that is killed loses the statistics of its last few
+seconds, but no events.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from django.db import Error
+
+from django_eventbus.conf import settings
+from django_eventbus.errors import failures
+from django_eventbus.models import MinuteStatistics
+from django_eventbus.outcomes.event_run import Outcome
+from django_eventbus.schema.claims import ClaimedEvent
+from django_eventbus.schema.deliveries import DEAD, DISCARDED, DONE, HANDED_OFF, RETRY
+from django_eventbus.schema.histograms import COLUMNS, add_to
+from django_eventbus.store import UNCOUNTED, Settlement, Store, is_outage
+
+logger = logging.getLogger(__name__)
+
+WRITE_EVERY = 5.0
+DELETE_EVERY = 60.0
+
+#: The column that counts each state of a delivery or of an event.
+_COLUMN_OF = {
+    DONE: "done",
+    RETRY: "retried",
+    DEAD: "dead",
+    DISCARDED: "discarded",
+    HANDED_OFF: "handed_off",
+}
+
+#: A committed settlement with the outcomes of its handler calls. It is a tuple, because creating an
+#: instance of a class for every event would cost more than the counting.
+Settled = tuple[ClaimedEvent, Settlement, Sequence[Outcome]]
+
+
+class _Row(NamedTuple):
+    minute: int
+    queue: str
+    handler: str
+
+
+@dataclass(slots=True)
+class _Counts:
+    states: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_COLUMN_OF, 0))
+    seconds: float = 0.0
+    histogram: list[int] = field(default_factory=lambda: [0] * len(COLUMNS))
+
+
+class StatisticsRecorder:
+    """The statistics of one worker process, shared by its threads."""
+
+    def __init__(self, worker_id: uuid.UUID) -> None:
+        self.worker_id = worker_id
+        self._counts: dict[_Row, _Counts] = {}
+        self._unwritten: set[_Row] = set()
+        self._lock = threading.Lock()
+        #: Only one thread writes at a time, so that older totals do not replace newer totals.
+        self._writing = threading.Lock()
+        self._write_at = time.monotonic() + WRITE_EVERY
+        self._delete_at = time.monotonic()
+
+    def count(self, queue: str, settled: Sequence[Settled]) -> None:
+        """Count events of one claim that were committed together."""
+        if not settled:
+            return
+        now = settled[0][0].database_epoch()
+        ended: dict[str, list[float]] = defaultdict(list)
+        runs: dict[tuple[str, str], list[float]] = defaultdict(list)
+        hand_offs: Counter[str] = Counter()
+        for event, settlement, outcomes in settled:
+            state = _state(settlement, outcomes)
+            ended[state].append(event.age(now))
+            if state == UNCOUNTED and settlement.hand_off is not None:
+                hand_offs[settlement.hand_off.handler] += 1
+            for outcome in outcomes:
+                runs[outcome.handler, outcome.state].append(outcome.seconds)
+        ended.pop(UNCOUNTED, None)
+        postponed = ended.pop(RETRY, ())
+        minute = int(now // 60)
+        with self._lock:
+            self._row(minute, queue, "").states[RETRY] += len(postponed)
+            for state, seconds in ended.items():
+                self._add(minute, queue, "", state, seconds)
+            for (handler, state), seconds in runs.items():
+                self._add(minute, queue, handler, state, seconds)
+            for handler, count in hand_offs.items():
+                self._row(minute, queue, handler).states[HANDED_OFF] += count
+
+    def _add(self, minute: int, queue: str, handler: str, state: str, seconds: list[float]) -> None:
+        counts = self._row(minute, queue, handler)
+        counts.states[state] += len(seconds)
+        counts.seconds += sum(seconds)
+        add_to(counts.histogram, seconds)
+
+    def _row(self, minute: int, queue: str, handler: str) -> _Counts:
+        row = _Row(minute, queue, handler)
+        self._unwritten.add(row)
+        return self._counts.setdefault(row, _Counts())
+
+    def write_if_due(self, store: Store) -> None:
+        """Write the counts if WRITE_EVERY has passed and no other thread is writing them.
+
+        After an error, the counts are kept and written later. Only the error of a database outage
+        is raised; other database errors are logged.
+        """
+        if time.monotonic() < self._write_at or not self._writing.acquire(blocking=False):
+            return
+        try:
+            self._write_at = time.monotonic() + WRITE_EVERY
+            self._write(store)
+            if time.monotonic() >= self._delete_at:
+                # If rows were deleted, more old rows may exist. The next write deletes them.
+                more = store.delete_old_statistics() > 0
+                self._delete_at = time.monotonic() + (0 if more else DELETE_EVERY)
+        except Error as error:
+            if is_outage(error):
+                raise
+            _log_error(error)
+        finally:
+            self._writing.release()
+
+    def write(self, store: Store) -> None:
+        """Write the unwritten counts when the worker ends. Database errors are only logged."""
+        with self._writing:
+            try:
+                self._write(store)
+            except Error as error:
+                _log_error(error)
+                if not store.connection.in_atomic_block:
+                    # The session may be broken. Later statements open a new connection.
+                    store.connection.close()
+
+    def _write(self, store: Store) -> None:
+        with self._lock:
+            rows = [self._as_model(row) for row in sorted(self._unwritten)]
+            written, self._unwritten = self._unwritten, set()
+        if not rows:
+            return
+        try:
+            store.write_statistics(rows)
+        except Error:
+            with self._lock:
+                self._unwritten |= written
+            raise
+        with self._lock:
+            latest = max(row.minute for row in self._counts)
+            over = [row for row in self._counts if row.minute < latest - 1]
+            for row in over:
+                if row not in self._unwritten:
+                    del self._counts[row]
+
+    def _as_model(self, row: _Row) -> MinuteStatistics:
+        counts = self._counts[row]
+        return MinuteStatistics(
+            namespace=settings.NAMESPACE,
+            minute=datetime.fromtimestamp(row.minute * 60, UTC),
+            worker_id=self.worker_id,
+            queue=row.queue,
+            handler=row.handler,
+            seconds=counts.seconds,
+            **{_COLUMN_OF[state]: number for state, number in counts.states.items()},
+            **dict(zip(COLUMNS, counts.histogram, strict=True)),
+        )
+
+
+def _state(settlement: Settlement, outcomes: Sequence[Outcome]) -> str:
+    state = settlement.counts_as
+    if state == RETRY and not any(outcome.state == RETRY for outcome in outcomes):
+        return UNCOUNTED  # No call failed. The event waits for another reason, such as a hold.
+    return state
+
+
+def _log_error(error: Error) -> None:
+    logger.warning(
+        "the statistics of this worker could not be written: %s", failures.in_a_line(error)
+    )

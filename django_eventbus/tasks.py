@@ -1,0 +1,22 @@
+"""The Celery tasks of the bus. Celery's ``autodiscover_tasks()`` imports this module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from celery import shared_task
+
+from django_eventbus.executors import CeleryExecutor
+from django_eventbus.integrations import celery_drain, celery_executor, messages
+
+
+@shared_task(name=celery_executor.DELIVER, ignore_result=True)  # type: ignore[untyped-decorator]
+def deliver(**content: Any) -> None:
+    """Deliver events that an event worker has handed off to Celery."""
+    messages.deliver(content, executor=CeleryExecutor.name)
+
+
+@shared_task(name=celery_drain.DRAIN, ignore_result=True)  # type: ignore[untyped-decorator]
+def drain(**options: Any) -> int:
+    """Handle the events that are ready, for projects without ``run_event_worker``."""
+    return celery_drain.drain(**options)

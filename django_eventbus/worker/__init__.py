@@ -1,0 +1,1 @@
+"""The supervisor, the worker process with its dispatcher, and ``poll()`` for your own loop."""
