@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 from django.db import Error, connection
 
@@ -38,6 +40,23 @@ def eventually(condition, message="it never happened", *, patience=PATIENCE):
 def abandon():
     """Let all current registrations expire."""
     assert EventWorker.objects.update(expires_at=LONG_AGO)
+
+
+def suspend(pid):
+    """Suspend a process and wait until none of its threads runs.
+
+    ``SIGSTOP`` alone is not enough: on a busy machine other threads go on until one of them has
+    been scheduled and has handled the signal.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: set(thread_states(pid)) == {"T"}, "the process was not suspended")
+
+
+def thread_states(pid):
+    """Return the state of each thread: ``T`` is suspended, ``Z`` has ended."""
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # The thread may have ended.
+            yield stat.read_text().rpartition(")")[2].split()[0]
 
 
 class WorkerProcess:
@@ -77,6 +96,12 @@ class WorkerProcess:
     def signal_all(self, number):
         """Signal the supervisor and its worker processes."""
         os.killpg(self.process.pid, number)
+
+    def suspend_all(self):
+        """Suspend the supervisor and its worker processes; ``SIGCONT`` continues them."""
+        supervisor = psutil.Process(self.process.pid)
+        for process in (supervisor, *supervisor.children(recursive=True)):
+            suspend(process.pid)
 
     def wait(self):
         return self.process.wait(timeout=PATIENCE)

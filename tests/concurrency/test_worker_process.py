@@ -15,7 +15,15 @@ from django_eventbus.publishing.publisher import publish, publish_many
 from tests import databases
 from tests.faults import failpoints
 from tests.shop.models import Effect
-from tests.workers import IN_ONE_PROCESS, PATIENT, abandon, eventually, on_one_database
+from tests.workers import (
+    IN_ONE_PROCESS,
+    PATIENT,
+    abandon,
+    eventually,
+    on_one_database,
+    suspend,
+    thread_states,
+)
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -173,8 +181,7 @@ def alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    return not set(thread_states(pid)) <= {"Z"}
 
 
 others_can_write = pytest.mark.skipif(
@@ -208,7 +215,7 @@ def test_the_late_commit_of_a_stale_worker_is_refused(
     for number in range(threads):
         eventually(lambda n=number: os.path.exists(f"{files['started']}{n}"), lambda: stale.log)
     child = stale.wait_until_registered()
-    os.kill(child.pid, signal.SIGSTOP)
+    suspend(child.pid)
     abandon()
     touch(files["go_on"])
     other = start_worker(*IN_ONE_PROCESS, eventbus=settings)
@@ -230,7 +237,7 @@ def test_a_worker_that_was_suspended_for_too_long_commits_nothing(start_worker, 
     publish("process.signal", files)
     stale = start_worker(eventbus={"ABANDON_AFTER": 1.0})
     eventually(has_started(files), lambda: stale.log)
-    stale.signal_all(signal.SIGSTOP)
+    stale.suspend_all()
     touch(files["go_on"])
     other = start_worker(*IN_ONE_PROCESS, eventbus={"ABANDON_AFTER": 1.0})
     eventually(lambda: EventLog.objects.count() == 1, lambda: other.log)
@@ -246,7 +253,7 @@ def test_a_stale_worker_without_a_transaction_settles_nothing(start_worker, file
     publish("process.signal_outside", files)
     stale = start_worker(eventbus={"ABANDON_AFTER": 1.0})
     eventually(has_started(files), lambda: stale.log)
-    stale.signal_all(signal.SIGSTOP)
+    stale.suspend_all()
     touch(files["go_on"])
     other = start_worker(*IN_ONE_PROCESS, eventbus={"ABANDON_AFTER": 1.0})
     eventually(lambda: EventLog.objects.count() == 1, lambda: other.log)

@@ -104,7 +104,7 @@ def test_a_worker_suspended_across_a_tick_does_not_fire_it_on_waking(start_worke
     pause = {"do": "wait", "seen": str(seen), "until": str(until)}
     stale = start_worker(env=failpoints.environment(schedule__due=pause))
     eventually(seen.exists, lambda: stale.log)
-    stale.signal_all(signal.SIGSTOP)
+    stale.suspend_all()
     other = start_worker(*IN_ONE_PROCESS)
     eventually(EventLog.objects.exists, lambda: other.log)
     until.touch()
@@ -123,7 +123,7 @@ def test_a_worker_suspended_while_it_fires_does_not_delay_other_schedules(start_
     pause = {"do": "wait", "seen": str(seen), "until": str(until)}
     stale = start_worker(env=failpoints.environment(schedule__published=pause))
     eventually(seen.exists, lambda: stale.log)
-    stale.signal_all(signal.SIGSTOP)
+    stale.suspend_all()
     due_tick("second").fire_some()
     assert [each["name"] for each in origins()] == ["second"]
     until.touch()

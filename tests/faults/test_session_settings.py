@@ -31,7 +31,7 @@ def test_a_worker_suspended_beyond_the_idle_timeout_settles_nothing(
     publish(kind, files)
     sleeper = cluster.start_worker()
     in_the_end((tmp_path / "started").exists)
-    sleeper.signal_all(signal.SIGSTOP)
+    sleeper.suspend_all()
     (tmp_path / "go_on").touch()
     other = cluster.start_worker()
     in_the_end(drained)

@@ -105,7 +105,7 @@ def first_run_of_a_stale_worker(start_worker, tmp_path, pause, lease=PATIENT):
         eventbus=lease,
     )
     eventually(pause.seen.exists, lambda: stale.log)
-    stale.signal_all(signal.SIGSTOP)
+    stale.suspend_all()
     abandon()
     return stale, journal
 
