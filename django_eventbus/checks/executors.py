@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from django.conf import settings as django_settings
 from django.core.checks import CheckMessage, Error, register
 from django.core.checks import Warning as CheckWarning
 
 from django_eventbus.checks.messages import TAG, check_id
 from django_eventbus.checks.setting_rules import RULES
 from django_eventbus.conf import settings
+from django_eventbus.errors import failures
 from django_eventbus.errors.text import one_line
 from django_eventbus.executors import CeleryExecutor, TaskExecutor
 from django_eventbus.registry import Handler, registry
@@ -57,6 +59,36 @@ def _tasks_faults(in_tasks: Sequence[Handler]) -> Iterator[CheckMessage]:
             hint="Use Django 6.0, pip install django-tasks, or remove executor='task'.",
             id=check_id("E303"),
         )
+        return
+    for each in in_tasks:
+        assert isinstance(each.executor, TaskExecutor)
+        try:
+            # The import fails too if the setting TASKS has no default backend.
+            from django_eventbus.integrations.task_executor import task_of
+
+            task_of(each.executor)
+        except Exception as error:  # Backends refuse tasks by errors of their own.
+            yield Error(
+                f"The setting TASKS does not allow the executor of {_names([each])}: "
+                f"{failures.in_a_line(error)}",
+                hint=f"TASKS has {_known_backends()}.",
+                id=check_id("E304"),
+            )
+
+
+def _known_backends() -> str:
+    """Return the backends of Django's setting TASKS with their queues, as a text."""
+    known = getattr(django_settings, "TASKS", None) or {"default": {}}
+    backends = (
+        f"the backend {alias!r} with {_queues(backend.get('QUEUES', ['default']))}"
+        for alias, backend in known.items()
+    )
+    return " and ".join(backends)
+
+
+def _queues(names: Collection[str]) -> str:
+    listed = ", ".join(repr(name) for name in sorted(names))
+    return f"the queues {listed}" if names else "any queue"
 
 
 def _celery_faults(in_celery: Sequence[Handler]) -> list[CheckMessage]:
@@ -76,6 +108,7 @@ def _celery_faults(in_celery: Sequence[Handler]) -> list[CheckMessage]:
         return [_no_app(users)]
     return [
         *_missing_tasks(setup, _users(in_celery)),
+        *_unknown_queues(setup, in_celery),
         *_repeated_messages(setup, in_celery),
         *_faults_of_own_calls(setup),
     ]
@@ -104,6 +137,25 @@ def _missing_tasks(setup: Setup, users: str) -> Iterator[CheckMessage]:
             "'django_eventbus.tasks' to Celery's setting 'imports'.",
             id=check_id("W302"),
         )
+
+
+def _unknown_queues(setup: Setup, in_celery: Sequence[Handler]) -> Iterator[CheckMessage]:
+    """Find queues of executors that are not in Celery's setting ``task_queues``."""
+    if setup.queues is None:
+        return
+    for each in in_celery:
+        assert isinstance(each.executor, CeleryExecutor)
+        queue = each.executor.queue
+        if queue is None or queue in setup.queues:
+            continue
+        wrong = f"Celery's task_queues does not have the queue {queue!r} of {_names([each])}"
+        right = f"Choose one of {_queues(setup.queues)}, or add {queue!r} to task_queues."
+        if setup.creates_queues:
+            wrong += ", so only Celery workers with the option --queues would read it."
+            yield CheckWarning(wrong, hint=right, id=check_id("W306"))
+        else:
+            wrong += ", so no message of the handler could be sent."
+            yield Error(wrong, hint=right, id=check_id("E305"))
 
 
 def _repeated_messages(setup: Setup, in_celery: Sequence[Handler]) -> Iterator[CheckMessage]:

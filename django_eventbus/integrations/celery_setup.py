@@ -5,7 +5,7 @@ Nothing here connects to the broker or imports the tasks of the project.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from celery import current_app, signals
@@ -40,6 +40,10 @@ class Setup(NamedTuple):
     missing_timeouts: tuple[str, ...]
     #: Seconds after which Redis delivers a message again while its task runs; None if it does not.
     redelivers_after: float | None
+    #: The names of the queues in ``task_queues``; None if any queue may be used.
+    queues: Collection[str] | None
+    #: Whether Celery creates a queue that is not in ``task_queues``.
+    creates_queues: bool
 
 
 def current_setup() -> Setup | None:
@@ -56,7 +60,15 @@ def current_setup() -> Setup | None:
         is_unconfirmed=is_remote and kind == "amqp" and not options.get("confirm_publish"),
         missing_timeouts=tuple(_missing_timeouts(app, kind, options)) if is_remote else (),
         redelivers_after=_redelivers_after(app, kind, options) if is_remote else None,
+        queues=_queues(app),
+        creates_queues=bool(app.conf.task_create_missing_queues),
     )
+
+
+def _queues(app: Any) -> Collection[str] | None:
+    if app.conf.task_queues is None and app.conf.task_create_missing_queues:
+        return None
+    return tuple(app.amqp.queues)
 
 
 def _kind_of_broker(app: Any) -> str:

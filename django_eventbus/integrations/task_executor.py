@@ -24,7 +24,11 @@ def deliver(**content: Any) -> None:
 
 def send(executor: TaskExecutor, message: Message, expires: float) -> None:
     """Enqueue a task that delivers the events of the message. Such a task does not expire."""
-    chosen = deliver.using(
+    task_of(executor).enqueue(**messages.content_of(message))
+
+
+def task_of(executor: TaskExecutor) -> Any:
+    """Return the task with the options of the executor. The backend may refuse them."""
+    return deliver.using(
         backend=executor.backend, queue_name=executor.queue_name, priority=executor.priority
     )
-    chosen.enqueue(**messages.content_of(message))

@@ -3,15 +3,18 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from unittest import mock
 
 import pytest
 from celery import Celery, _state
+from kombu import Queue
 from kombu.connection import Connection
 
 import django_eventbus.tasks  # noqa: F401 - registers the tasks in all apps of this process
 from django_eventbus import publish, subscribe
 from django_eventbus.checks import check_executors
+from django_eventbus.executors import CeleryExecutor, TaskExecutor
 from django_eventbus.integrations import celery as integration
 from django_eventbus.integrations.celery import forward
 from django_eventbus.integrations.celery_executor import DELIVER
@@ -19,6 +22,8 @@ from django_eventbus.models import EventLog
 from tests.bus import drain
 from tests.integrations.test_celery_executor import celery  # noqa: F401 - a fixture
 
+PACKAGE = "django.tasks" if find_spec("django.tasks") else "django_tasks"
+DUMMY = f"{PACKAGE}.backends.dummy.DummyBackend"
 REDIS = "redis://127.0.0.1:1/0"
 RABBITMQ = "amqp://127.0.0.1:1//"
 ENDLESS_REDIS = "no broker_pool_acquire_timeout and no broker_transport_options['socket_timeout']."
@@ -30,8 +35,8 @@ GOOD = {
 }
 
 
-def in_celery(name="shop.mail", **options):
-    return subscribe("order.placed", lambda event: None, name=name, executor="celery", **options)
+def in_celery(name="shop.mail", *, executor="celery", **options):
+    return subscribe("order.placed", lambda event: None, name=name, executor=executor, **options)
 
 
 def all_found():
@@ -136,6 +141,27 @@ def test_a_handler_in_a_task_without_the_tasks_framework_is_an_error(monkeypatch
     assert message.is_serious()
     assert "required by the handler 'shop.mail'." in message.msg
     assert "pip install django-tasks" in message.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"queue_name": "mial"}, "Queue 'mial' is not valid"),
+        ({"backend": "fast"}, "The connection 'fast' doesn't exist"),
+    ],
+    ids=["queue", "backend"],
+)
+def test_an_executor_that_the_setting_tasks_does_not_allow_is_an_error(settings, options, reason):
+    settings.TASKS = {"default": {"BACKEND": DUMMY, "QUEUES": ["mail", "default"]}}
+    subscribe("order.placed", print, name="right", executor=TaskExecutor(queue_name="mail"))
+    assert all_found() == []
+    subscribe("order.placed", print, name="wrong", executor=TaskExecutor(**options))
+    message = the_one_found()
+    assert message.id == "django_eventbus.E304"
+    assert message.is_serious()
+    assert "TASKS does not allow the executor of the handler 'wrong': " in message.msg
+    assert reason in message.msg
+    assert message.hint == "TASKS has the backend 'default' with the queues 'default', 'mail'."
 
 
 # -- the Celery app
@@ -415,3 +441,38 @@ def test_the_hints_lead_a_new_project_to_a_working_setup(tmp_path):
     assert "django_eventbus.W302" in check(tmp_path)
     (tmp_path / "project" / "celery.py").write_text(f"{APP}app.autodiscover_tasks()\n")
     assert "no issues" in check(tmp_path)
+
+
+# -- queues of Celery
+
+
+def test_any_queue_is_allowed_if_the_app_declares_none(use):
+    use(broker=REDIS, **GOOD)
+    in_celery(executor=CeleryExecutor(queue="anything"))
+    assert all_found() == []
+
+
+@pytest.mark.parametrize("queues", [[Queue("celery"), Queue("mail")], {"celery": {}, "mail": {}}])
+def test_a_queue_that_the_app_does_not_declare_is_a_warning(use, queues):
+    use(broker=REDIS, task_queues=queues, **GOOD)
+    in_celery("default")
+    in_celery("right", executor=CeleryExecutor(queue="mail"))
+    assert all_found() == []
+    in_celery("wrong", executor=CeleryExecutor(queue="mial"))
+    message = the_one_found()
+    assert message.id == "django_eventbus.W306"
+    assert not message.is_serious()
+    assert "task_queues does not have the queue 'mial' of the handler 'wrong'" in message.msg
+    assert "Choose one of the queues 'celery', 'mail'" in message.hint
+
+
+def test_a_queue_that_celery_would_not_create_is_an_error(use):
+    use(broker=REDIS, task_create_missing_queues=False, task_default_queue="celery", **GOOD)
+    in_celery("right", executor=CeleryExecutor(queue="celery"))
+    assert all_found() == []
+    in_celery("wrong", executor=CeleryExecutor(queue="mail"))
+    message = the_one_found()
+    assert message.id == "django_eventbus.E305"
+    assert message.is_serious()
+    assert "no message of the handler could be sent" in message.msg
+    assert "Choose one of the queues 'celery'" in message.hint
