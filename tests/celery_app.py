@@ -20,14 +20,28 @@ def send_receipt(order_id, *, copies=1):
     SENT.append((order_id, copies))
 
 
-def new_app(broker=BROKER, queue_arguments=None, **conf):
+def new_app(broker=BROKER, queue_arguments=None, deliveries=1, **conf):
+    """Return an app, which sends each message as often as ``deliveries`` says."""
     app = Celery("tests", broker=broker, set_as_current=False)
     app.conf.update({"task_default_queue": QUEUE, "task_ignore_result": True, **conf})
     if queue_arguments:
         name = app.conf.task_default_queue
         app.conf.task_queues = [kombu.Queue(name, queue_arguments=queue_arguments)]
     app.task(name="shop.send_receipt", shared=False)(send_receipt)
+    if deliveries > 1:
+        _repeat_messages(app, deliveries)
     return app
+
+
+def _repeat_messages(app, deliveries):
+    send_once = app.amqp.send_task_message
+
+    def send(*args, **options):
+        for _ in range(deliveries):
+            sent = send_once(*args, **options)
+        return sent
+
+    app.amqp.send_task_message = send
 
 
 def in_folder(folder):

@@ -11,12 +11,12 @@ from contextlib import closing, suppress
 import psutil
 import pytest
 
-from django_eventbus import publish_many
+from django_eventbus import publish, publish_many
 from django_eventbus.models import EventLog, FlowControl, QueuedEvent
 from tests import server_answers
 from tests.celery_workers import Broker, start_celery  # noqa: F401 - a fixture
 from tests.shop.models import Effect
-from tests.workers import eventually
+from tests.workers import IN_ONE_PROCESS, eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.django_db(transaction=True)]
 
@@ -171,16 +171,19 @@ def test_clients_of_rabbitmq_die(
             connection.default_channel.queue_delete(broker.queue)
 
 
-def test_messages_are_purged_while_events_are_handled(
+@pytest.mark.parametrize("deliveries", [1, 3])
+def test_messages_are_repeated_and_purged_while_events_are_handled(
     redis_server,
     start_worker,
     start_celery,  # noqa: F811
     tmp_path,
     seed,
     figures,
+    deliveries,
 ):
     rng = random.Random(seed)
-    broker = Broker(tmp_path, f"redis://127.0.0.1:{redis_server.port}/0")
+    conf = {"deliveries": deliveries}
+    broker = Broker(tmp_path, f"redis://127.0.0.1:{redis_server.port}/0", conf)
     publish_events()
     fleet = Fleet(broker, start_worker, start_celery, rng)
     purged = 0
@@ -190,7 +193,7 @@ def test_messages_are_purged_while_events_are_handled(
         )
         purged += broker.purge()
     eventually(lambda: not QueuedEvent.objects.exists(), fleet.logs, patience=PATIENCE)
-    figures(f"{EVENTS} events, {purged} messages purged")
+    figures(f"{EVENTS} events, each message sent {deliveries} times, {purged} purged")
     assert EventLog.objects.filter(status="COMPLETED").count() == EVENTS
     assert Effect.objects.count() == EVENTS
 
@@ -220,3 +223,39 @@ def test_events_wait_uncharged_while_redis_is_down(
     ended = EventLog.objects.filter(status="COMPLETED", attempts=1, crashes=0, interruptions=0)
     assert ended.count() == Effect.objects.count() == EVENTS + 100
     assert not down.exists()
+
+
+def test_the_event_of_a_killed_child_does_not_wait_behind_a_backlog(
+    redis_server,
+    start_worker,
+    start_celery,  # noqa: F811
+    tmp_path,
+    figures,
+):
+    """The backlog takes the two children ten minutes."""
+    files = {name: str(tmp_path / name) for name in ("started", "go_on")}
+    started = tmp_path / "started"
+    settings = {"ABANDON_AFTER": 3.0}
+    broker = Broker(tmp_path, f"redis://127.0.0.1:{redis_server.port}/0")
+    publish("process.celery_signal", files)
+    worker = start_worker(*IN_ONE_PROCESS, env=broker.environment, eventbus=settings)
+    celery = start_celery(broker, eventbus=settings)
+    eventually(lambda: started.exists() and started.read_text(), lambda: worker.log + celery.log)
+    publish_many(("process.celery_slow", n) for n in range(1000))
+    slow = Effect.objects.filter(handler="celery_slow")
+    eventually(slow.exists, lambda: worker.log + celery.log)
+    eventually(
+        lambda: QueuedEvent.objects.filter(handed_off_to="celery_slow").count() > 900,
+        lambda: worker.log + celery.log,
+    )
+    before, killed_at = slow.count(), time.monotonic()
+    os.kill(int(started.read_text()), signal.SIGKILL)
+    (tmp_path / "go_on").touch()
+    runs_again = EventLog.objects.filter(type="process.celery_signal", status="COMPLETED")
+    eventually(runs_again.exists, lambda: worker.log + celery.log, patience=PATIENCE)
+    overtaken_by = slow.count() - before
+    figures(
+        f"ran again after {time.monotonic() - killed_at:.1f} s with ABANDON_AFTER=3, "
+        f"{overtaken_by} of 1,000 waiting events ran before"
+    )
+    assert overtaken_by < 100

@@ -43,6 +43,12 @@ def write_in_celery(event):
     effect(event, str(event.payload))
 
 
+@handler("process.celery_slow", name="celery_slow", executor="celery")
+def write_slowly_in_celery(event):
+    time.sleep(1.2)
+    effect(event, str(event.payload))
+
+
 @handler("process.task", name="task_effect", executor="task")
 def write_in_a_task(event):
     effect(event, str(event.payload))
