@@ -22,7 +22,10 @@ def in_thread(function, *args, **kwargs):
 
 @contextmanager
 def while_another_transaction(does):
-    """Run the body while another connection has called ``does`` in an open transaction."""
+    """Run the body while another connection has called ``does`` in an open transaction.
+
+    The transaction is committed at the end of the body, or earlier by the function that is yielded.
+    """
     done, may_commit = threading.Event(), threading.Event()
 
     def work():
@@ -32,10 +35,14 @@ def while_another_transaction(does):
             # No time limit, because the body ends it and the machine may be slow.
             may_commit.wait()
 
-    with in_thread(work):
+    def commit():
+        may_commit.set()
+        running.result()
+
+    with in_thread(work) as running:
         try:
             assert done.wait(30)
-            yield
+            yield commit
         finally:
             may_commit.set()
 

@@ -144,7 +144,8 @@ class Claiming(Lanes):
         claim.answered_at = time.monotonic()
         return [ClaimedEvent(claim, *row) for row in rows]
 
-    def _mark_claimed(self, claim: Claim, ids: Sequence[int]) -> list[ClaimedEvent]:
+    def _mark_claimed(self, claim: Claim, ids: Sequence[int], **changes: Any) -> list[ClaimedEvent]:
+        """Write the claim, and other changes, to locked rows; return the events in this order."""
         if not ids:
             return []
         self.queued.filter(id__in=ids).update(
@@ -154,6 +155,7 @@ class Claiming(Lanes):
             claimed_by=claim.worker_id,
             processing_started_at=self.now,
             handed_off_to=None,
+            **changes,
         )
         position = {row_id: index for index, row_id in enumerate(ids)}
         claimed = self._read_claimed(claim, self.queued.filter(id__in=ids))

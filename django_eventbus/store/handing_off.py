@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
-from django_eventbus.models import QueuedStatus
+from django_eventbus.models import QueuedEvent, QueuedStatus
 from django_eventbus.schema.claims import ClaimedEvent
 from django_eventbus.store.claiming import Claiming
 from django_eventbus.store.rows import UNCLAIMED, retried
@@ -21,6 +21,15 @@ from django_eventbus.store.waits import After, Wait, holder_of
 
 #: The largest number of interrupted events that a process claims in addition to its message.
 INTERRUPTED_AT_ONCE = 50
+
+
+class HandedOffClaim(NamedTuple):
+    """The result of a claim by the token of a message."""
+
+    events: list[ClaimedEvent]
+    #: The row ids of the events of the message that were not claimed, because another transaction
+    #: had locked them or their lane.
+    locked: set[int]
 
 
 class HandingOff(Claiming):
@@ -45,38 +54,58 @@ class HandingOff(Claiming):
         handlers: Collection[str],
         token: uuid.UUID,
         worker_id: uuid.UUID,
-    ) -> list[ClaimedEvent]:
+    ) -> HandedOffClaim:
         """Claim the events of a message, except events that were claimed or handed off again.
 
         Other events that were handed off to these handlers, and whose last claim was lost, are
         claimed too. Otherwise they would wait until all older messages in the broker are processed.
         """
-        of_message = Q(id__in=list(rows), claim_token=token)
         interrupted = Q(crashes__gt=0) | Q(interruptions__gt=0)
         claim = self._new_claim(queue, worker_id, None)
         with self.atomic():
             self._lock_registration(worker_id)
             waiting = self.queued.filter(
-                of_message | interrupted,
+                Q(id__in=list(rows), claim_token=token) | interrupted,
                 handed_off_to__in=list(handlers),
                 queue=queue,
                 status=QueuedStatus.PENDING,
             )
-            found = self.locked(waiting.order_by("id")).values_list("id", "lane_id")
-            lane_of = dict(found[: len(rows) + INTERRUPTED_AT_ONCE])
-            owned = self._own_waiting_lanes(claim, set(lane_of.values()) - {None})
+            of_message, others = self._find_waiting(waiting, rows, token)
+            found = waiting.filter(id__in=[*of_message, *others]).order_by("id")
+            lane_of = dict(self.locked(found).values_list("id", "lane_id"))
+            owned, busy = self._own_waiting_lanes(claim, set(lane_of.values()) - {None})
             mine = [row for row, lane in lane_of.items() if lane is None or lane in owned]
-            self.queued.filter(id__in=mine).update(available_at=None)
-            return self._mark_claimed(claim, mine)
+            events = self._mark_claimed(claim, mine, available_at=None)
+        waits = {row for row, lane in lane_of.items() if lane in busy}
+        return HandedOffClaim(events, of_message.difference(mine, waits))
 
-    def _own_waiting_lanes(self, claim: Any, lanes: set[Any]) -> set[int]:
-        """Claim the lanes of handed-off events; return the ids of the lanes that were free."""
+    def _find_waiting(
+        self, waiting: QuerySet[QueuedEvent], rows: Collection[int], token: uuid.UUID
+    ) -> tuple[set[int], list[int]]:
+        """Return the row ids of a message, and the row ids of other events.
+
+        The query takes no locks. On MariaDB a locking search would lock every event that it reads,
+        so the claims of other messages would skip these events.
+        """
+        found = dict(waiting.order_by("id").values_list("id", "claim_token"))
+        of_message = {row_id for row_id in rows if found.get(row_id) == token}
+        others = [row_id for row_id in found if row_id not in of_message]
+        return of_message, others[:INTERRUPTED_AT_ONCE]
+
+    def _own_waiting_lanes(self, claim: Any, lanes: set[Any]) -> tuple[set[int], set[int]]:
+        """Claim the lanes of handed-off events that are free and not locked.
+
+        Return the ids of the claimed lanes, and of the lanes that are not free: another process
+        has claimed them, or a dead letter blocks them.
+        """
         if not lanes:
-            return set()
+            return set(), set()
         free = self.lanes.filter(id__in=lanes, claim_token__isnull=True, blocked_by__isnull=True)
         owned = set(self.locked(free).values_list("id", flat=True))
         self.lanes.filter(id__in=owned).update(claim_token=claim.token, claimed_by=claim.worker_id)
-        return owned
+        if owned == lanes:
+            return owned, set()
+        return owned, lanes - owned - set(free.values_list("id", flat=True))
 
     @retried
     def take_back_handed_off(self, rows: Collection[int], *, token: uuid.UUID, wait: Wait) -> int:

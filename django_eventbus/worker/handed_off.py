@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from django_eventbus.delivery.batch import Tally
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 #: Seconds between two searches of a process for interrupted events of other handlers.
 SEARCH_EVERY = 1.0
 _searched_at = float("-inf")
+#: Seconds between the claims of events that other transactions have locked. The claim itself does
+#: not wait for locks, so it cannot be part of a deadlock.
+LOCK_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 def deliver_message(message: Message, *, executor: str) -> Tally:
@@ -49,20 +52,42 @@ def deliver_message(message: Message, *, executor: str) -> Tally:
     options = WorkerOptions(using=message.using, queues=(message.queue,), fires_schedules=False)
     leave_pools()
     with _worker(store, options, Assignment(executor=handler.executor, by=by)) as worker:
-        if events := _claim(store, message, handler, worker):
-            reached("handed_off.claimed")
-            _deliver(worker, events)
+        _deliver(worker, _claims(store, message, handler, worker))
     _make_room(store, worker, message)
     return worker.tally
 
 
-def _claim(store: Store, message: Message, handler: Handler, worker: Worker) -> list[ClaimedEvent]:
-    return store.claim_handed_off(
-        message.queue,
-        message.rows,
-        handlers=_handlers_to_search(handler),
-        token=message.token,
-        worker_id=worker.worker_id,
+def _claims(
+    store: Store, message: Message, handler: Handler, worker: Worker
+) -> Iterator[list[ClaimedEvent]]:
+    """Claim the events of a message; yield the events of each claim.
+
+    The first claim usually takes all events. Events that another transaction had locked are claimed
+    later. Otherwise a lock of a millisecond would delay an event until HANDOFF_DEADLINE.
+    """
+    rows: Collection[int] = message.rows
+    for wait in (None, *LOCK_WAITS):
+        if wait is not None:
+            reached("handed_off.locked")
+            worker.bell.wait(wait)
+        events, rows = store.claim_handed_off(
+            message.queue,
+            rows,
+            handlers=_handlers_to_search(handler),
+            token=message.token,
+            worker_id=worker.worker_id,
+        )
+        if events:
+            reached("handed_off.claimed")
+            yield events
+        if not rows or worker.evicted:
+            return
+    logger.info(
+        "%s of %s events of a message to the handler %s are locked by other transactions; "
+        "they are handed off again after their deadline",
+        len(rows),
+        len(message.rows),
+        message.handler,
     )
 
 
@@ -123,12 +148,13 @@ def _worker(store: Store, options: WorkerOptions, assignment: Assignment) -> Ite
         worker.async_loop.stop()
 
 
-def _deliver(worker: Worker, events: list[ClaimedEvent]) -> None:
+def _deliver(worker: Worker, claims: Iterator[list[ClaimedEvent]]) -> None:
     delivery = Delivery(worker, 0)
     worker.watchdog.supervise(delivery.watch)
-    delivery.admission.upkeep()
-    delivered = delivery.deliver(ClaimedBatch(events, len(events)))
-    delivery.admission.finish()
-    worker.count(delivered.tally)
-    if delivered.outage is not None:
-        raise delivered.outage
+    for events in claims:
+        delivery.admission.upkeep()
+        delivered = delivery.deliver(ClaimedBatch(events, len(events)))
+        delivery.admission.finish()
+        worker.count(delivered.tally)
+        if delivered.outage is not None:
+            raise delivered.outage

@@ -367,7 +367,7 @@ def test_events_of_a_dead_celery_process_are_handed_off_again(app, celery, effec
         token=uuid.UUID(message["token"]),
         worker_id=dead.pk,
     )
-    assert len(claimed) == 3
+    assert len(claimed.events) == 3
     EventWorker.objects.update(expires_at="2000-01-01T00:00:00Z")
     drain()
     celery()

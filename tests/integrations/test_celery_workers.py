@@ -14,10 +14,6 @@ from tests.workers import IN_ONE_PROCESS, eventually
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.processes]
 
 
-#: A message may find a row that another transaction has locked; then the deadline brings it back.
-SETTINGS = {"HANDOFF_DEADLINE": 5.0}
-
-
 @pytest.fixture
 def broker(tmp_path):
     return Broker(tmp_path)
@@ -36,7 +32,7 @@ def test_celery_handles_the_events_that_a_worker_hands_off(
 ):
     publish_many(("process.celery", n) for n in range(60))
     publish_many((("process.celery", n) for n in range(3)), key="order:1")
-    worker = start_worker(*IN_ONE_PROCESS, env=broker.environment, eventbus=SETTINGS)
+    worker = start_worker(*IN_ONE_PROCESS, env=broker.environment)
     celery = start_celery(broker, pool=pool)
     eventually(all_have_ended, lambda: worker.log + celery.log)
     assert EventLog.objects.filter(status="COMPLETED").count() == Effect.objects.count() == 63
@@ -51,7 +47,7 @@ def test_the_event_of_a_killed_celery_process_runs_again(
 ):
     files = {name: str(tmp_path / name) for name in ("started", "go_on")}
     publish("process.celery_signal", files)
-    worker = start_worker(*IN_ONE_PROCESS, env=broker.environment, eventbus=SETTINGS)
+    worker = start_worker(*IN_ONE_PROCESS, env=broker.environment)
     celery = start_celery(broker)
     started = tmp_path / "started"
     eventually(lambda: started.exists() and started.read_text(), lambda: worker.log + celery.log)

@@ -1,0 +1,178 @@
+"""A message claims all of its events, also events that another transaction has just locked."""
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from django_eventbus import publish, publish_many, subscribe
+from django_eventbus.errors import failpoints
+from django_eventbus.executors import CeleryExecutor
+from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
+from django_eventbus.store import store_for
+from django_eventbus.worker import handed_off
+from tests.bus import drain
+from tests.shop.models import Effect
+from tests.threads import while_another_transaction
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+NAME = "celery.effect"
+row_locks = pytest.mark.skipif(
+    "connection.vendor == 'sqlite'", reason="a transaction locks the whole database, not a row"
+)
+
+
+@pytest.fixture(autouse=True)
+def effects():
+    def write(event):
+        Effect.objects.create(event_id=event.id, handler=NAME, note=str(event.payload))
+
+    return subscribe("order.placed", write, name=NAME, executor=CeleryExecutor(batch=10))
+
+
+@pytest.fixture
+def when_locked(monkeypatch):
+    """Set the function that is called each time a process waits for a lock."""
+
+    def call(action):
+        def on_reaching(failpoint):
+            if failpoint == "handed_off.locked":
+                action()
+
+        monkeypatch.setattr(failpoints, "on_reaching", on_reaching)
+
+    return call
+
+
+def lock_an_event():
+    assert QueuedEvent.objects.select_for_update().order_by("id").first()
+
+
+def lock_a_lane():
+    assert EventLane.objects.select_for_update().get()
+
+
+def route_the_next_event():
+    """The lane stays locked until the worker that routes the event has committed its claim."""
+    publish("order.placed", "next", key="order:1")
+    assert store_for().route("default", 10) == 1
+
+
+def handled():
+    return set(Effect.objects.values_list("note", flat=True))
+
+
+@row_locks
+@pytest.mark.parametrize(
+    ("key", "lock"),
+    [(None, lock_an_event), ("order:1", lock_a_lane), ("order:1", route_the_next_event)],
+)
+def test_a_message_claims_an_event_when_its_lock_is_released(outbox, when_locked, key, lock):
+    publish("order.placed", "first", key=key)
+    drain()
+    with while_another_transaction(lock) as commit:
+        when_locked(commit)
+        outbox.deliver()
+    assert handled() == {"first"}
+    assert EventLog.objects.get().attempts == 1
+    assert not EventWorker.objects.exists()
+
+
+@row_locks
+def test_the_other_events_of_a_message_do_not_wait_for_a_lock(outbox, when_locked):
+    publish_many(("order.placed", n) for n in range(3))
+    drain()
+    seen = []
+    with while_another_transaction(lock_an_event) as commit:
+        when_locked(lambda: (seen.append(handled()), commit()))
+        outbox.deliver()
+    assert seen == [{"1", "2"}]
+    assert handled() == {"0", "1", "2"}
+
+
+@row_locks
+@pytest.mark.parametrize(("key", "lock"), [(None, lock_an_event), ("order:1", lock_a_lane)])
+def test_a_lock_that_is_not_released_ends_the_message(
+    outbox, when_locked, monkeypatch, capture, key, lock
+):
+    monkeypatch.setattr(handed_off, "LOCK_WAITS", (0.01,) * 3)
+    publish("order.placed", 1, key=key)
+    drain()
+    (message,) = outbox.messages
+    waits = []
+    with while_another_transaction(lock):
+        when_locked(lambda: waits.append(None))
+        outbox.deliver()
+    assert len(waits) == 3
+    assert "1 of 1 events" in capture.text
+    event = QueuedEvent.objects.get()
+    assert (event.status, event.claim_token, event.attempts) == ("PENDING", message.token, 0)
+    outbox.messages = [message]
+    outbox.deliver()
+    assert handled() == {"1"}
+
+
+def test_the_waits_for_locks_take_a_few_seconds_at_most():
+    assert 2 < sum(handed_off.LOCK_WAITS) < 5
+
+
+@pytest.mark.parametrize("change", [{"claim_token": "0" * 32}, {"blocked_by": "0" * 32}])
+def test_a_message_does_not_wait_for_a_lane_that_is_claimed_or_blocked(outbox, when_locked, change):
+    publish("order.placed", 1, key="order:1")
+    drain()
+    EventLane.objects.update(**change)
+    when_locked(lambda: pytest.fail("waits"))
+    outbox.deliver()
+    assert handled() == set()
+
+
+def test_a_message_without_locked_events_searches_once(outbox):
+    publish_many(("order.placed", n) for n in range(3))
+    drain()
+    message, duplicate = outbox.messages * 2
+    searches = []
+    for each in (message, duplicate):
+        with CaptureQueriesContext(connection) as captured:
+            handed_off.deliver_message(each, executor="celery")
+        columns = [query["sql"].partition(" FROM ")[0] for query in captured]
+        searches.append(sum(is_search(each) for each in columns))
+    assert searches == [1, 1]
+    assert handled() == {"0", "1", "2"}
+
+
+def is_search(columns):
+    return columns.startswith("SELECT") and "claim_token" in columns
+
+
+def test_interrupted_events_never_displace_the_events_of_the_message(outbox):
+    """A claim takes a limited number of interrupted events, in addition to its message."""
+    publish_many(("order.placed", "old") for _ in range(60))
+    drain()
+    QueuedEvent.objects.update(interruptions=1)
+    outbox.messages.clear()
+    publish("order.placed", "new")
+    drain()
+    outbox.deliver()
+    assert "new" in handled()
+    assert EventLog.objects.count() == 51
+
+
+@pytest.mark.skipif("connection.vendor != 'mysql'", reason="InnoDB locks the rows that it reads")
+def test_a_claim_locks_no_events_of_other_messages(outbox):
+    publish_many(("order.placed", n) for n in range(500))
+    drain()
+    message, *_others = outbox.messages
+    with CaptureQueriesContext(connection) as captured:
+        handed_off.deliver_message(message, executor="celery")
+    sent = [each["sql"] for each in captured]
+    (claim,) = (sql for sql in sent if "SKIP LOCKED" in sql and "lane_id" in sql)
+    plan = plan_of(claim)
+    assert (plan["key"], plan["type"]) == ("PRIMARY", "range")
+    assert int(plan["rows"]) <= 2 * len(message.rows)
+
+
+def plan_of(sql):
+    with connection.cursor() as cursor:
+        cursor.execute(f"EXPLAIN {sql}")
+        (plan,) = cursor.fetchall()
+        return dict(zip((each[0] for each in cursor.description), plan, strict=True))
