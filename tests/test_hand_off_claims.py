@@ -62,6 +62,10 @@ def handled():
     return set(Effect.objects.values_list("note", flat=True))
 
 
+def stored():
+    return [list(model.objects.order_by("id").values()) for model in (QueuedEvent, EventLane)]
+
+
 @row_locks
 @pytest.mark.parametrize(
     ("key", "lock"),
@@ -155,6 +159,25 @@ def test_interrupted_events_never_displace_the_events_of_the_message(outbox):
     outbox.deliver()
     assert "new" in handled()
     assert EventLog.objects.count() == 51
+
+
+def test_a_message_has_no_effect_in_another_namespace(outbox, settings):
+    """Two projects share a database and the queue of a broker, and have equal handlers."""
+    publish("order.placed", "keyed", key="order:1")
+    publish("order.placed", "unkeyed")
+    drain()
+    messages = list(outbox.messages)
+    before = stored()
+    ours = settings.EVENTBUS
+    settings.EVENTBUS = {**ours, "NAMESPACE": "another"}
+    outbox.deliver()
+    assert handled() == set()
+    assert not EventWorker.objects.exists()
+    settings.EVENTBUS = ours
+    assert stored() == before
+    outbox.messages = messages
+    outbox.deliver()
+    assert handled() == {"keyed", "unkeyed"}
 
 
 @pytest.mark.skipif("connection.vendor != 'mysql'", reason="InnoDB locks the rows that it reads")
