@@ -1,18 +1,13 @@
 """Real Celery workers on the test database, with a broker that the tests share."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 import uuid
-from contextlib import suppress
 
 import pytest
 
 from tests import celery_app
-from tests.workers import PATIENCE
+from tests.workers import Process, Starter
 
 
 class Broker:
@@ -49,56 +44,31 @@ class Broker:
             return connection.default_channel.queue_purge(self.queue) or 0
 
 
-class CeleryProcess:
+class CeleryProcess(Process):
     """A process of ``celery worker``."""
 
+    name = "celery"
+
     def __init__(self, tmp_path, broker, *options, pool="prefork", eventbus=None, env=None):
-        self.log_path = tmp_path / f"celery-{time.monotonic_ns()}.log"
-        settings = {"ABANDON_AFTER": 2.0, "POLL_INTERVAL": 0.2, **(eventbus or {})}
-        worker = [sys.executable, "-m", "celery", "-A", "tests.celery_app", "worker"]
+        worker = ["celery", "-A", "tests.celery_app", "worker"]
         chosen = ["--pool", pool, "--concurrency", "2", "--hostname", f"{uuid.uuid4().hex}@test"]
         quiet = ["--without-gossip", "--without-mingle", "--without-heartbeat", "-l", "info"]
-        with self.log_path.open("w") as log:
-            self.process = subprocess.Popen(
-                [*worker, *chosen, *quiet, *options],
-                env={
-                    **os.environ,
-                    "DJANGO_SETTINGS_MODULE": "tests.settings",
-                    "EVENTBUS_TEST_SETTINGS": json.dumps(settings),
-                    "C_FORCE_ROOT": "1",
-                    **broker.environment,
-                    **(env or {}),
-                },
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    @property
-    def log(self):
-        return self.log_path.read_text()
+        super().__init__(
+            tmp_path,
+            [*worker, *chosen, *quiet, *options],
+            eventbus=eventbus,
+            env={"C_FORCE_ROOT": "1", **broker.environment, **(env or {})},
+        )
 
     def stop(self):
         """Stop it as a deployment does, and return its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=PATIENCE)
-
-    def end(self):
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.signal(signal.SIGTERM)
+        return self.wait()
 
 
 @pytest.fixture
 def start_celery(start_worker, tmp_path):
     """Start Celery workers that are killed when the test ends."""
-    started = []
-
-    def start(broker, *options, **kwargs):
-        celery = CeleryProcess(tmp_path, broker, *options, **kwargs)
-        started.append(celery)
-        return celery
-
+    start = Starter(CeleryProcess, tmp_path)
     yield start
-    for each in started:
-        each.end()
+    start.end()

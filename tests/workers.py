@@ -59,15 +59,18 @@ def thread_states(pid):
             yield stat.read_text().rpartition(")")[2].split()[0]
 
 
-class WorkerProcess:
-    """A process of ``manage.py run_event_worker`` with options."""
+class Process:
+    """A process on the test database, with a log of its own."""
 
-    def __init__(self, tmp_path, *options, eventbus=None, env=None):
-        self.log_path = tmp_path / f"worker-{time.monotonic_ns()}.log"
+    #: The beginning of the name of its log.
+    name: str
+
+    def __init__(self, tmp_path, command, *, eventbus=None, env=None):
+        self.log_path = tmp_path / f"{self.name}-{time.monotonic_ns()}.log"
         settings = {"ABANDON_AFTER": 2.0, "POLL_INTERVAL": 0.2, **(eventbus or {})}
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "django", "run_event_worker", *options],
+                [sys.executable, "-m", *command],
                 env={
                     **os.environ,
                     "DJANGO_SETTINGS_MODULE": "tests.settings",
@@ -84,14 +87,32 @@ class WorkerProcess:
     def log(self):
         return self.log_path.read_text()
 
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def wait(self):
+        return self.process.wait(timeout=PATIENCE)
+
+    def end(self):
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+class WorkerProcess(Process):
+    """A process of ``manage.py run_event_worker`` with options."""
+
+    name = "worker"
+
+    def __init__(self, tmp_path, *options, eventbus=None, env=None):
+        command = ["django", "run_event_worker", *options]
+        super().__init__(tmp_path, command, eventbus=eventbus, env=env)
+
     def wait_until_registered(self):
         """Wait until its worker process is registered."""
         return eventually(
             lambda: EventWorker.objects.exclude(pid=self.process.pid).first(), lambda: self.log
         )
-
-    def signal(self, number):
-        self.process.send_signal(number)
 
     def signal_all(self, number):
         """Signal the supervisor and its worker processes."""
@@ -103,29 +124,29 @@ class WorkerProcess:
         for process in (supervisor, *supervisor.children(recursive=True)):
             suspend(process.pid)
 
-    def wait(self):
-        return self.process.wait(timeout=PATIENCE)
+
+class Starter:
+    """Starts processes of one kind, and kills all of them at the end of a test."""
+
+    def __init__(self, kind, tmp_path):
+        self.kind, self.tmp_path, self.started = kind, tmp_path, []
+
+    def __call__(self, *options, **kwargs):
+        self.started.append(self.kind(self.tmp_path, *options, **kwargs))
+        return self.started[-1]
 
     def end(self):
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        for process in self.started:
+            process.end()
 
 
 @pytest.fixture
 def start_worker(transactional_db, tmp_path):
     """Start workers that are killed when the test ends."""
-    started = []
-
-    def start(*options, **kwargs):
-        worker = WorkerProcess(tmp_path, *options, **kwargs)
-        started.append(worker)
-        return worker
-
+    start = Starter(WorkerProcess, tmp_path)
     yield start
-    for worker in started:
-        worker.end()
-    if started:
+    start.end()
+    if start.started:
         eventually(no_other_session, "sessions of killed workers still exist")
     connection.close()
 

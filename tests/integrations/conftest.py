@@ -6,6 +6,7 @@ from celery import current_app
 from django_eventbus.integrations import celery as integration
 from django_eventbus.integrations import celery_broker
 from tests import celery_app
+from tests.celery_messages import celery  # noqa: F401 - a fixture
 from tests.celery_workers import start_celery  # noqa: F401 - a fixture
 
 

@@ -23,25 +23,11 @@ from django_eventbus.integrations.celery import apply_async_durably, delay_durab
 from django_eventbus.models import EventLog, QueuedEvent
 from tests import celery_app
 from tests.bus import drain, make_due
+from tests.celery_messages import CLOSED_PORT, messages
 from tests.faults import failpoints
 from tests.workers import IN_ONE_PROCESS, eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-#: No server listens there.
-CLOSED_PORT = "redis://127.0.0.1:1/0"
-
-
-def messages(app):
-    """Take all messages from the broker, as (task, task id, args, kwargs)."""
-    taken = []
-    with app.connection_for_read() as connection:
-        queue = app.amqp.queues[app.conf.task_default_queue].bind(connection.default_channel)
-        queue.declare()
-        while message := queue.get(no_ack=True):
-            args, kwargs, _embedded = message.payload
-            taken.append((message.headers["task"], message.headers["id"], args, kwargs))
-    return taken
 
 
 def task(app):

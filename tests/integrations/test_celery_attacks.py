@@ -9,12 +9,12 @@ import pytest
 
 from django_eventbus import CircuitBreaker, pauses, publish, publish_many, subscribe
 from django_eventbus.executors import CeleryExecutor
-from django_eventbus.integrations import celery_drain, celery_executor
+from django_eventbus.integrations import celery_drain
 from django_eventbus.models import EventLane, EventLog, EventWorker, FlowControl, QueuedEvent
 from django_eventbus.store import store_for
 from django_eventbus.tasks import deliver
 from tests.bus import drain, make_due
-from tests.integrations.test_celery import CLOSED_PORT, messages
+from tests.celery_messages import CLOSED_PORT, sent
 from tests.shop.models import Effect
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -25,21 +25,6 @@ OPTIONS = {"name": NAME, "executor": "celery", "retry": {"max_retries": 9, "base
 
 def write(event):
     Effect.objects.create(event_id=event.id, handler=NAME)
-
-
-def sent(app):
-    return [kwargs for name, _, _, kwargs in messages(app) if name == celery_executor.DELIVER]
-
-
-@pytest.fixture
-def celery(app):
-    def run(*, times=1):
-        taken = sent(app)
-        for content in taken * times:
-            deliver(**json.loads(json.dumps(content)))
-        return taken
-
-    return run
 
 
 def past():

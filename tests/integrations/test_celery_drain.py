@@ -10,7 +10,7 @@ from django.db import transaction
 from django_eventbus import publish, publish_many, subscribe
 from django_eventbus.integrations import celery_broker, celery_drain
 from django_eventbus.models import EventLog, QueuedEvent
-from tests.integrations.test_celery import CLOSED_PORT, messages
+from tests.celery_messages import CLOSED_PORT, messages
 from tests.workers import eventually
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -1,6 +1,5 @@
 """Handlers that run in Celery workers: the hand-off, the messages and their delivery."""
 
-import json
 import logging
 import uuid
 from datetime import timedelta
@@ -22,7 +21,7 @@ from django_eventbus.worker import handed_off
 from django_eventbus.worker.registration import Heartbeat, WorkerOptions, new_registration
 from django_eventbus.worker.worker import Worker
 from tests.bus import drain, let_hand_off_expire, make_due
-from tests.integrations.test_celery import CLOSED_PORT, messages
+from tests.celery_messages import CLOSED_PORT, sent
 from tests.shop.models import Effect
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -39,24 +38,6 @@ def write(event):
 def effects():
     """A handler in Celery that writes a row for each event."""
     return subscribe("order.placed", write, **OPTIONS)
-
-
-@pytest.fixture
-def celery(app):
-    """A function that delivers all messages of the broker, as Celery workers would."""
-
-    def run(*, times=1):
-        taken = sent(app)
-        for content in taken * times:
-            deliver(**json.loads(json.dumps(content)))
-        return taken
-
-    return run
-
-
-def sent(app):
-    """Take all messages to Celery from the broker."""
-    return [kwargs for name, _, _, kwargs in messages(app) if name == celery_executor.DELIVER]
 
 
 def queued():
