@@ -35,7 +35,7 @@ MOST_LATE_SCHEDULES = 20
 #: key.
 WAITING = ("ready", "unrouted", "laned")
 
-_STATES = ("done", "retried", "dead", "discarded", "handed_off")
+_STATES = ("done", "retried", "dead", "discarded", "handed_off", "ignored_messages")
 
 #: The names in ``Status.metrics``, in the order in which they are shown.
 METRICS = (
@@ -55,6 +55,7 @@ METRICS = (
     "paused",
     "open_breakers",
     "broker_outages",
+    "ignored_messages",
     "blocked_keys",
     "late_schedules",
 )
@@ -70,6 +71,8 @@ class Counts:
     discarded: int = 0
     #: The number of hand-offs to another executor. They are no outcomes, so totals exclude them.
     handed_off: int = 0
+    #: The number of messages to an executor that were ignored. They are no outcomes either.
+    ignored_messages: int = 0
     histogram: tuple[int, ...] = (0,) * len(COLUMNS)
 
     def __add__(self, other: Counts) -> Counts:
@@ -79,6 +82,7 @@ class Counts:
             self.dead + other.dead,
             self.discarded + other.discarded,
             self.handed_off + other.handed_off,
+            self.ignored_messages + other.ignored_messages,
             tuple(map(int.__add__, self.histogram, other.histogram)),
         )
 
@@ -191,6 +195,7 @@ class Status:
             "paused": len(self.paused),
             "open_breakers": len(self.open_breakers),
             "broker_outages": len(self.unavailable_executors),
+            "ignored_messages": _capped(*(each.ignored_messages for each in self.last_hour)),
             "blocked_keys": depths["blocked_lanes"].total,
             "late_schedules": len(self.late_schedules),
         }

@@ -11,9 +11,13 @@ from django_eventbus.integrations import celery_drain, celery_executor, messages
 
 
 @shared_task(name=celery_executor.DELIVER, ignore_result=True)  # type: ignore[untyped-decorator]
-def deliver(**content: Any) -> None:
-    """Deliver events that an event worker has handed off to Celery."""
-    messages.deliver(content, executor=CeleryExecutor.name)
+def deliver(*args: Any, **content: Any) -> None:
+    """Deliver events that an event worker has handed off to Celery.
+
+    The bus sends no ``args``. They are accepted here, so that a message with args is counted as any
+    other malformed message.
+    """
+    messages.deliver({**content, "args": args} if args else content, executor=CeleryExecutor.name)
 
 
 @shared_task(name=celery_drain.DRAIN, ignore_result=True)  # type: ignore[untyped-decorator]

@@ -9,6 +9,7 @@ from django.db import connection
 
 from django_eventbus import schedules
 from django_eventbus.publishing import publisher
+from django_eventbus.statistics import recorder
 from django_eventbus.store import store_for
 from django_eventbus.testing import isolated_handlers
 from django_eventbus.worker.registration import WorkerOptions, new_registration
@@ -71,6 +72,12 @@ def own_handlers():
 def own_schedules(monkeypatch):
     """Remove the schedules of a test when it ends."""
     monkeypatch.setattr(schedules, "_declared", {})
+
+
+@pytest.fixture(autouse=True)
+def own_statistics():
+    """Let no test write the statistics of messages of an earlier test."""
+    recorder._recorder.cache_clear()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """A message claims all of its events, also events that another transaction has just locked."""
 
+from collections import defaultdict
+
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
@@ -9,7 +11,8 @@ from django_eventbus.errors import failpoints
 from django_eventbus.executors import CeleryExecutor
 from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
 from django_eventbus.store import store_for
-from django_eventbus.worker import handed_off
+from django_eventbus.worker import handed_off, message_claims
+from django_eventbus.worker.claiming import FIRST_BATCH, Pace
 from tests.bus import drain
 from tests.shop.models import Effect
 from tests.threads import while_another_transaction
@@ -28,6 +31,14 @@ def effects():
         Effect.objects.create(event_id=event.id, handler=NAME, note=str(event.payload))
 
     return subscribe("order.placed", write, name=NAME, executor=CeleryExecutor(batch=10))
+
+
+@pytest.fixture(autouse=True)
+def paces(monkeypatch):
+    """The paces of the handlers, without those of earlier tests."""
+    paces = defaultdict(lambda: Pace(1000))
+    monkeypatch.setattr(message_claims, "_paces", paces)
+    return paces
 
 
 @pytest.fixture
@@ -99,7 +110,7 @@ def test_the_other_events_of_a_message_do_not_wait_for_a_lock(outbox, when_locke
 def test_a_lock_that_is_not_released_ends_the_message(
     outbox, when_locked, monkeypatch, capture, key, lock
 ):
-    monkeypatch.setattr(handed_off, "LOCK_WAITS", (0.01,) * 3)
+    monkeypatch.setattr(message_claims, "LOCK_WAITS", (0.01,) * 3)
     publish("order.placed", 1, key=key)
     drain()
     (message,) = outbox.messages
@@ -117,7 +128,7 @@ def test_a_lock_that_is_not_released_ends_the_message(
 
 
 def test_the_waits_for_locks_take_a_few_seconds_at_most():
-    assert 2 < sum(handed_off.LOCK_WAITS) < 5
+    assert 2 < sum(message_claims.LOCK_WAITS) < 5
 
 
 @pytest.mark.parametrize("change", [{"claim_token": "0" * 32}, {"blocked_by": "0" * 32}])
@@ -148,6 +159,42 @@ def is_search(columns):
     return columns.startswith("SELECT") and "claim_token" in columns
 
 
+def test_a_slow_message_is_claimed_a_few_events_at_a_time(outbox, paces):
+    claimed = []
+
+    def slow(event):
+        claimed.append(QueuedEvent.objects.filter(status="PROCESSING").count())
+
+    subscribe("slow.order", slow, name="slow", executor="celery")
+    paces["slow"].size = 2
+    publish_many(("slow.order", n) for n in range(6))
+    drain()
+    (message,) = outbox.messages
+    assert len(message.rows) == 6
+    outbox.deliver()
+    assert max(claimed) == 2
+    assert EventLog.objects.count() == len(claimed) == 6
+
+
+def test_interrupted_events_do_not_wait_for_the_end_of_a_slow_message(outbox, paces):
+    order = []
+
+    def slow(event):
+        order.append(event.payload)
+        if event.payload == 1:
+            QueuedEvent.objects.filter(type="lost.order").update(interruptions=1)
+
+    subscribe("*.order", slow, name="slow", executor="celery")
+    paces["slow"].size = 1
+    publish_many(("slow.order", n) for n in range(5))
+    drain()
+    publish("lost.order", "lost")
+    drain()
+    del outbox.messages[1:]
+    outbox.deliver()
+    assert order == [0, 1, "lost", 2, 3, 4]
+
+
 def test_interrupted_events_never_displace_the_events_of_the_message(outbox):
     """A claim takes a limited number of interrupted events, in addition to its message."""
     publish_many(("order.placed", "old") for _ in range(60))
@@ -158,7 +205,7 @@ def test_interrupted_events_never_displace_the_events_of_the_message(outbox):
     drain()
     outbox.deliver()
     assert "new" in handled()
-    assert EventLog.objects.count() == 51
+    assert EventLog.objects.count() == FIRST_BATCH + 1
 
 
 def test_a_message_has_no_effect_in_another_namespace(outbox, settings):

@@ -202,6 +202,19 @@ def test_a_condition_can_be_an_unavailable_broker(mail, store):
         output_of("--fail-if", "broker_outages>0")
 
 
+def test_ignored_messages_are_shown_and_are_no_problem(mail, outbox, worker):
+    publish("order.placed")
+    drain()
+    output_of("--fail-if", "ignored_messages>0")
+    outbox.messages *= 3
+    outbox.deliver()
+    assert "ignored_messages   2\n" in output_of()
+    assert json.loads(output_of("--format", "json"))["ignored_messages"] == 2
+    assert attention() == [], "late and repeated messages are normal"
+    with pytest.raises(CommandError, match="ignored_messages is 2"):
+        output_of("--fail-if", "ignored_messages>0")
+
+
 def test_an_executor_cannot_be_paused():
     with pytest.raises(CommandError, match="executor"):
         call_command("event_pause", "executor", "celery")

@@ -123,6 +123,7 @@ class OverviewMixin(EventBusAdminMixin):
             ],
             "handlers": handler_rows(seen),
             "has_hand_offs": any(each.executor or each.runs.handed_off for each in seen.handlers),
+            "ignored_messages": _ignored_messages(seen),
             "minutes": minute_rows(seen),
         }
 
@@ -208,6 +209,12 @@ def _handed_off_note(seen: Status) -> str:
     if not count and not seen.executors:
         return ""
     return _("handed off: %(count)s") % {"count": shown_count(count)}
+
+
+def _ignored_messages(seen: Status) -> str:
+    """Return the number of ignored messages as text; an empty text if there are none."""
+    count: Any = seen.metrics["ignored_messages"]
+    return shown_count(count) if count else ""
 
 
 def _group_of(problem: problems.Problem) -> dict[str, str]:

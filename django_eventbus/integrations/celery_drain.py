@@ -17,6 +17,7 @@ import uuid
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
 from django_eventbus.integrations import celery_broker
+from django_eventbus.integrations.green_threads import refuse_green_threads
 from django_eventbus.store import default_alias
 from django_eventbus.worker.registration import WorkerOptions
 from django_eventbus.worker.worker import leave_pools, run_here
@@ -45,8 +46,10 @@ def drain(
 ) -> int:
     """Handle the events that are ready, in this process; return how many were handled.
 
-    If a limit ends the run, another run is requested. Several runs may be active at a time.
+    If a limit ends the run, another run is requested. Several runs may be active at a time. Raises
+    EventBusError in a process with green threads.
     """
+    refuse_green_threads()
     leave_pools()
     alias = using or default_alias()
     options = WorkerOptions(

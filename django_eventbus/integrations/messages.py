@@ -10,14 +10,22 @@ import logging
 import uuid
 from typing import Any
 
-from django.utils.connection import ConnectionDoesNotExist
+from django.db import connections, router
+from django.db.models import BigIntegerField
 
+from django_eventbus.conf import settings
+from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import EventBusError
 from django_eventbus.executors import LARGEST_BATCH, Message
-from django_eventbus.store import store_for
+from django_eventbus.integrations.green_threads import refuse_green_threads
+from django_eventbus.models import QueuedEvent
+from django_eventbus.statistics.recorder import recorder_of_process
+from django_eventbus.store import LOWEST_ID, store_for
 from django_eventbus.worker.handed_off import deliver_message
 
 logger = logging.getLogger(__name__)
+
+LARGEST_ID = BigIntegerField.MAX_BIGINT
 
 
 def content_of(message: Message) -> dict[str, Any]:
@@ -26,27 +34,50 @@ def content_of(message: Message) -> dict[str, Any]:
 
 
 def deliver(content: dict[str, Any], *, executor: str) -> None:
-    """Deliver the events of a message. A malformed message is logged and ignored."""
+    """Deliver the events of a message. A malformed message is logged, counted and ignored.
+
+    Raises EventBusError in a process with green threads.
+    """
+    refuse_green_threads()
     try:
         message = _parsed(content)
     except EventBusError as error:
-        logger.warning("a message to the executor %s was ignored: %s", executor, error)
+        logger.warning(
+            "a message to the executor %s was ignored: %s", executor, one_line(str(error))
+        )
+        # The message may name any database, so it is counted in the database of new events.
+        store = store_for()
+        recorder_of_process(store.using).count_ignored(store)
         return
     deliver_message(message, executor=executor)
 
 
 def _parsed(content: dict[str, Any]) -> Message:
-    """Return the message. Raises EventBusError if the content cannot be a message of the bus."""
+    """Return the message. Raises EventBusError if the content cannot be a message of the bus.
+
+    The text of the error contains untrusted content, which may be long.
+    """
     if content.keys() != set(Message._fields):
         raise EventBusError(f"it has the fields {', '.join(sorted(content)) or 'none'}")
     using, queue, handler, token, rows = (content[name] for name in Message._fields)
     if not all(isinstance(each, str) for each in (using, queue, handler, token)):
         raise EventBusError("using, queue, handler and token must be texts")
-    are_rows = isinstance(rows, list) and all(type(row) is int for row in rows)
-    if not are_rows or len(rows) > LARGEST_BATCH:
-        raise EventBusError(f"rows must be a list of at most {LARGEST_BATCH} row ids")
+    if not _are_rows(rows):
+        raise EventBusError(f"rows must be a list of 1 to {LARGEST_BATCH} row ids")
+    if using not in connections or not router.allow_migrate_model(using, QueuedEvent):
+        raise EventBusError(f"the database {using!r} is not a database of the bus")
+    store_for(using)  # Raises an error if the bus does not support the database.
+    # The name of the queue is stored in the registration of the process.
+    if queue not in settings.QUEUES:
+        raise EventBusError(f"the queue {queue!r} is not in EVENTBUS['QUEUES']")
     try:
-        store_for(using)
         return Message(using, queue, handler, uuid.UUID(token), rows)
-    except (ValueError, ConnectionDoesNotExist) as error:
-        raise EventBusError(str(error)) from None
+    except ValueError:
+        raise EventBusError(f"the token {token!r} is not a UUID") from None
+
+
+def _are_rows(rows: Any) -> bool:
+    if not isinstance(rows, list) or not 0 < len(rows) <= LARGEST_BATCH:
+        return False
+    # True is an int, too. A number outside of the range would be an error of the database.
+    return all(type(row) is int and LOWEST_ID <= row <= LARGEST_ID for row in rows)

@@ -513,6 +513,7 @@ class Migration(migrations.Migration):
                 ("dead", models.PositiveIntegerField(default=0)),
                 ("discarded", models.PositiveIntegerField(default=0)),
                 ("handed_off", models.PositiveIntegerField(default=0)),
+                ("ignored_messages", models.PositiveIntegerField(default=0)),
                 ("seconds", models.FloatField(default=0.0, verbose_name="seconds")),
                 ("up_to_1ms", models.PositiveIntegerField(default=0)),
                 ("up_to_3ms", models.PositiveIntegerField(default=0)),

@@ -68,6 +68,10 @@ class MinuteStatistics(models.Model):
     discarded = _count()
     # The number of events that were handed off to the executor of the handler.
     handed_off = _count()
+    # The number of messages to an executor that the process ignored: malformed, late, repeated or
+    # forged ones. Only a row that counts events has it. Its ``queue`` is empty if the message was
+    # malformed.
+    ignored_messages = _count()
     # For events that ended, the sum of the times from publishing, or from ``due_at`` if it is
     # later, to the end. For calls of a handler, the sum of their durations.
     seconds = models.FloatField(_("seconds"), default=0.0)

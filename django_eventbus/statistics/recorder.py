@@ -8,19 +8,23 @@ seconds, but no events.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from typing import NamedTuple
 
 from django.db import Error
 
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
+from django_eventbus.events import uuid7
 from django_eventbus.models import MinuteStatistics
 from django_eventbus.outcomes.event_run import Outcome
 from django_eventbus.schema.claims import ClaimedEvent
@@ -33,13 +37,16 @@ logger = logging.getLogger(__name__)
 WRITE_EVERY = 5.0
 DELETE_EVERY = 60.0
 
-#: The column that counts each state of a delivery or of an event.
+#: The state of a message to an executor that was ignored.
+IGNORED = "ignored"
+#: The column that counts each state of a delivery, of an event or of a message.
 _COLUMN_OF = {
     DONE: "done",
     RETRY: "retried",
     DEAD: "dead",
     DISCARDED: "discarded",
     HANDED_OFF: "handed_off",
+    IGNORED: "ignored_messages",
 }
 
 #: A committed settlement with the outcomes of its handler calls. It is a tuple, because creating an
@@ -100,6 +107,17 @@ class StatisticsRecorder:
             for handler, count in hand_offs.items():
                 self._row(minute, queue, handler).states[HANDED_OFF] += count
 
+    def count_ignored(self, store: Store, queue: str = "") -> None:
+        """Count a message that was ignored, and write the count. Database errors are only logged.
+
+        ``queue`` must be a queue of the project: the content of a message is not trusted.
+        """
+        with _logging_errors(store):
+            minute = int(store.read_clock().timestamp() // 60)
+            with self._lock:
+                self._row(minute, queue, "").states[IGNORED] += 1
+            self.write(store)
+
     def _add(self, minute: int, queue: str, handler: str, state: str, seconds: list[float]) -> None:
         counts = self._row(minute, queue, handler)
         counts.states[state] += len(seconds)
@@ -135,14 +153,8 @@ class StatisticsRecorder:
 
     def write(self, store: Store) -> None:
         """Write the unwritten counts when the worker ends. Database errors are only logged."""
-        with self._writing:
-            try:
-                self._write(store)
-            except Error as error:
-                _log_error(error)
-                if not store.connection.in_atomic_block:
-                    # The session may be broken. Later statements open a new connection.
-                    store.connection.close()
+        with self._writing, _logging_errors(store):
+            self._write(store)
 
     def _write(self, store: Store) -> None:
         with self._lock:
@@ -177,11 +189,39 @@ class StatisticsRecorder:
         )
 
 
+def recorder_of_process(using: str) -> StatisticsRecorder:
+    """Return the recorder of this process for a database.
+
+    It is for a process that registers as another worker for each message. With a recorder per
+    message, the statistics would have rows for each message instead of each minute.
+    """
+    return _recorder(os.getpid(), using)
+
+
+@cache
+def _recorder(process: int, using: str) -> StatisticsRecorder:
+    # A forked process needs a recorder of its own. Otherwise it would replace the totals that its
+    # parent has written, and the locks of the parent may be locked forever.
+    return StatisticsRecorder(uuid7())
+
+
 def _state(settlement: Settlement, outcomes: Sequence[Outcome]) -> str:
     state = settlement.counts_as
     if state == RETRY and not any(outcome.state == RETRY for outcome in outcomes):
         return UNCOUNTED  # No call failed. The event waits for another reason, such as a hold.
     return state
+
+
+@contextmanager
+def _logging_errors(store: Store) -> Iterator[None]:
+    """Log database errors of the block instead of raising them."""
+    try:
+        yield
+    except Error as error:
+        _log_error(error)
+        if not store.connection.in_atomic_block:
+            # The session may be broken. Later statements open a new connection.
+            store.connection.close()
 
 
 def _log_error(error: Error) -> None:

@@ -10,6 +10,7 @@ from django_eventbus.store.attention import Attention, AttentionQuery
 from django_eventbus.store.base import Store
 from django_eventbus.store.depths import Depth
 from django_eventbus.store.guards import Guard
+from django_eventbus.store.handing_off import HandedOffClaim
 from django_eventbus.store.inserting import INSERT_CHUNK
 from django_eventbus.store.mariadb import MariaDBStore
 from django_eventbus.store.outages import through_outage
@@ -58,6 +59,7 @@ __all__ = [
     "Finished",
     "Guard",
     "HandOff",
+    "HandedOffClaim",
     "Held",
     "HeldBy",
     "NewEvent",

@@ -19,17 +19,14 @@ from django_eventbus.store.claiming import Claiming
 from django_eventbus.store.rows import UNCLAIMED, retried
 from django_eventbus.store.waits import After, Wait, holder_of
 
-#: The largest number of interrupted events that a process claims in addition to its message.
-INTERRUPTED_AT_ONCE = 50
-
 
 class HandedOffClaim(NamedTuple):
     """The result of a claim by the token of a message."""
 
     events: list[ClaimedEvent]
-    #: The row ids of the events of the message that were not claimed, because another transaction
-    #: had locked them or their lane.
-    locked: set[int]
+    #: The row ids of the events of the message that can be claimed later: events beyond the limit,
+    #: and events that another transaction had locked, or whose lane it had locked.
+    left: set[int]
 
 
 class HandingOff(Claiming):
@@ -51,14 +48,16 @@ class HandingOff(Claiming):
         queue: str,
         rows: Collection[int],
         *,
+        limit: int,
         handlers: Collection[str],
         token: uuid.UUID,
         worker_id: uuid.UUID,
     ) -> HandedOffClaim:
-        """Claim the events of a message, except events that were claimed or handed off again.
+        """Claim events of a message, except events that were claimed or handed off again.
 
         Other events that were handed off to these handlers, and whose last claim was lost, are
         claimed too. Otherwise they would wait until all older messages in the broker are processed.
+        ``limit`` applies to the events of the message and to the other events separately.
         """
         interrupted = Q(crashes__gt=0) | Q(interruptions__gt=0)
         claim = self._new_claim(queue, worker_id, None)
@@ -71,8 +70,10 @@ class HandingOff(Claiming):
                 status=QueuedStatus.PENDING,
             )
             of_message, others = self._find_waiting(waiting, rows, token)
+            others = others[:limit]
             found = waiting.filter(id__in=[*of_message, *others]).order_by("id")
-            lane_of = dict(self.locked(found).values_list("id", "lane_id"))
+            locked = self.locked(found).values_list("id", "lane_id")
+            lane_of = dict(locked[: limit + len(others)])
             owned, busy = self._own_waiting_lanes(claim, set(lane_of.values()) - {None})
             mine = [row for row, lane in lane_of.items() if lane is None or lane in owned]
             events = self._mark_claimed(claim, mine, available_at=None)
@@ -90,7 +91,7 @@ class HandingOff(Claiming):
         found = dict(waiting.order_by("id").values_list("id", "claim_token"))
         of_message = {row_id for row_id in rows if found.get(row_id) == token}
         others = [row_id for row_id in found if row_id not in of_message]
-        return of_message, others[:INTERRUPTED_AT_ONCE]
+        return of_message, others
 
     def _own_waiting_lanes(self, claim: Any, lanes: set[Any]) -> tuple[set[int], set[int]]:
         """Claim the lanes of handed-off events that are free and not locked.

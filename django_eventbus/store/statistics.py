@@ -12,7 +12,10 @@ from django_eventbus.schema.histograms import COLUMNS
 from django_eventbus.store.rows import Rows, retried
 
 #: The columns with counts. The other columns identify the row.
-COUNTED = ("done", "retried", "dead", "discarded", "handed_off", "seconds", *COLUMNS)
+COUNTED = (
+    *("done", "retried", "dead", "discarded", "handed_off", "ignored_messages", "seconds"),
+    *COLUMNS,
+)
 DELETE_CHUNK = 1000
 
 _IDENTITY = ("namespace", "minute", "worker_id", "queue", "handler")

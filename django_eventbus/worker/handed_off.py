@@ -15,26 +15,21 @@ from contextlib import contextmanager
 
 from django_eventbus.delivery.batch import Tally
 from django_eventbus.errors.failpoints import reached
+from django_eventbus.errors.text import one_line
 from django_eventbus.executors import Message
 from django_eventbus.flow.controls import Snapshot
 from django_eventbus.outcomes.assignments import Assignment
 from django_eventbus.publishing.wakeup import wake
 from django_eventbus.registry import Handler, registry
 from django_eventbus.schema.claims import ClaimedEvent
+from django_eventbus.statistics.recorder import recorder_of_process
 from django_eventbus.store import Store, store_for
-from django_eventbus.worker.claiming import ClaimedBatch
+from django_eventbus.worker.message_claims import MessageClaims
 from django_eventbus.worker.registration import Heartbeat, WorkerOptions, new_registration
 from django_eventbus.worker.threads import Delivery
 from django_eventbus.worker.worker import Worker, leave_pools
 
 logger = logging.getLogger(__name__)
-
-#: Seconds between two searches of a process for interrupted events of other handlers.
-SEARCH_EVERY = 1.0
-_searched_at = float("-inf")
-#: Seconds between the claims of events that other transactions have locked. The claim itself does
-#: not wait for locks, so it cannot be part of a deadlock.
-LOCK_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 
 def deliver_message(message: Message, *, executor: str) -> Tally:
@@ -43,65 +38,35 @@ def deliver_message(message: Message, *, executor: str) -> Tally:
     Events that another process has claimed or settled meanwhile are left out, so a message may
     arrive late, twice or never.
     """
+    store = store_for(message.using)
     handler = registry.get(message.handler)
     if handler is None or handler.executor is None:
-        logger.warning("a message for the unknown handler %r was ignored", message.handler)
+        logger.warning(
+            "a message for the unknown handler %s was ignored", one_line(message.handler)
+        )
+        recorder_of_process(store.using).count_ignored(store, message.queue)
         return Tally()
-    store = store_for(message.using)
     by = f"{executor} {socket.gethostname()}:{os.getpid()}"
     options = WorkerOptions(using=message.using, queues=(message.queue,), fires_schedules=False)
     leave_pools()
     with _worker(store, options, Assignment(executor=handler.executor, by=by)) as worker:
-        _deliver(worker, _claims(store, message, handler, worker))
+        claims = MessageClaims(store, message, handler, worker)
+        _deliver(worker, claims)
+        if not claims.count:
+            _ignore(store, worker, message)
     _make_room(store, worker, message)
     return worker.tally
 
 
-def _claims(
-    store: Store, message: Message, handler: Handler, worker: Worker
-) -> Iterator[list[ClaimedEvent]]:
-    """Claim the events of a message; yield the events of each claim.
-
-    The first claim usually takes all events. Events that another transaction had locked are claimed
-    later. Otherwise a lock of a millisecond would delay an event until HANDOFF_DEADLINE.
-    """
-    rows: Collection[int] = message.rows
-    for wait in (None, *LOCK_WAITS):
-        if wait is not None:
-            reached("handed_off.locked")
-            worker.bell.wait(wait)
-        events, rows = store.claim_handed_off(
-            message.queue,
-            rows,
-            handlers=_handlers_to_search(handler),
-            token=message.token,
-            worker_id=worker.worker_id,
-        )
-        if events:
-            reached("handed_off.claimed")
-            yield events
-        if not rows or worker.evicted:
-            return
+def _ignore(store: Store, worker: Worker, message: Message) -> None:
+    """Log and count a message that claims no event. Most of them are late or repeated."""
     logger.info(
-        "%s of %s events of a message to the handler %s are locked by other transactions; "
-        "they are handed off again after their deadline",
-        len(rows),
+        "a message for the handler %s was ignored: all its events (%d) were already claimed, "
+        "handed off again or settled",
+        one_line(message.handler),
         len(message.rows),
-        message.handler,
     )
-
-
-def _handlers_to_search(handler: Handler) -> list[str]:
-    """Return the handlers among whose events to search for interrupted events.
-
-    Once per SEARCH_EVERY, these are all handlers with the same executor, because the messages of
-    one handler may wait behind many messages of another handler.
-    """
-    global _searched_at
-    if time.monotonic() - _searched_at < SEARCH_EVERY:
-        return [handler.name]
-    _searched_at = time.monotonic()
-    return [each.name for each in registry.all() if each.executor == handler.executor]
+    worker.statistics.count_ignored(store, message.queue)
 
 
 def _make_room(store: Store, worker: Worker, message: Message) -> None:
@@ -131,6 +96,7 @@ def _worker(store: Store, options: WorkerOptions, assignment: Assignment) -> Ite
     """
     registration = new_registration(options)
     worker = Worker(options, registration.pk, assignment=assignment)
+    worker.statistics = recorder_of_process(options.using)
     store.register(registration)
     worker.watchdog.start()
     try:
@@ -148,13 +114,14 @@ def _worker(store: Store, options: WorkerOptions, assignment: Assignment) -> Ite
         worker.async_loop.stop()
 
 
-def _deliver(worker: Worker, claims: Iterator[list[ClaimedEvent]]) -> None:
+def _deliver(worker: Worker, claims: MessageClaims) -> None:
     delivery = Delivery(worker, 0)
     worker.watchdog.supervise(delivery.watch)
-    for events in claims:
+    for batch in claims:
         delivery.admission.upkeep()
-        delivered = delivery.deliver(ClaimedBatch(events, len(events)))
+        delivered = delivery.deliver(batch)
         delivery.admission.finish()
         worker.count(delivered.tally)
         if delivered.outage is not None:
             raise delivered.outage
+        claims.pace.fit(batch, len(batch.events), delivered.seconds)

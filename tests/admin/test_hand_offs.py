@@ -257,6 +257,16 @@ def test_the_overview_of_a_project_without_executors_shows_no_hand_offs(chief):
     assert "Hand-off" not in text
 
 
+def test_the_overview_shows_ignored_messages_only_if_there_are_some(chief, outbox, mail):
+    publish("order.placed")
+    drain()
+    assert "gnored messages" not in text_of(listed(chief, "minutestatistics"))
+    outbox.messages *= 3
+    outbox.deliver()
+    text = text_of(listed(chief, "minutestatistics"))
+    assert "Ignored messages to executors in the last hour: 2." in text
+
+
 @pytest.mark.parametrize(("language", "label"), [("de", "übergeben"), ("zh-hans", "已移交")])
 def test_the_pages_are_translated(chief, mail, language, label):
     publish("order.placed")

@@ -552,6 +552,7 @@ def test_two_processes_claim_two_messages_at_a_time(app, ends):
                     "default",
                     other["rows"],
                     handlers=[NAME],
+                    limit=50,
                     token=uuid.UUID(other["token"]),
                     worker_id=process.pk,
                 )

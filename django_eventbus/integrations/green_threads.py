@@ -1,0 +1,29 @@
+"""Refuse processes whose threads are green threads of gevent or eventlet.
+
+Such a process cannot renew its registration while a handler computes, and the interruption of a
+handler at its deadline could hit another task.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from django_eventbus.exceptions import EventBusError
+
+#: For each library, the module and the function that returns whether a module of Python is patched,
+#: and the name of the module to ask for.
+_LIBRARIES = {
+    "gevent": ("gevent.monkey", "is_module_patched", "threading"),
+    "eventlet": ("eventlet.patcher", "is_monkey_patched", "thread"),
+}
+
+
+def refuse_green_threads() -> None:
+    """Raise EventBusError if gevent or eventlet has replaced the threads of this process."""
+    for library, (module, function, patched) in _LIBRARIES.items():
+        # A library that nothing has imported has replaced nothing, so it is not imported here.
+        if module in sys.modules and getattr(sys.modules[module], function)(patched):
+            raise EventBusError(
+                f"The event bus does not handle events in a process with green threads of "
+                f"{library}. Start the Celery worker with --pool prefork, threads or solo."
+            )

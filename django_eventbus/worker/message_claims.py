@@ -1,0 +1,99 @@
+"""The claims of a process of another executor: the events of one message, a few at a time.
+
+Each claim takes as many events as the process delivers in about a second. So if the process dies,
+few events are interrupted. And between two claims the process finds the interrupted events of other
+processes, even if its own message takes minutes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Iterator
+
+from django_eventbus.errors.failpoints import reached
+from django_eventbus.executors import LARGEST_BATCH, Message
+from django_eventbus.registry import Handler, registry
+from django_eventbus.store import HandedOffClaim, Store
+from django_eventbus.worker.claiming import ClaimedBatch, Pace
+from django_eventbus.worker.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two searches of a process for interrupted events of other handlers.
+SEARCH_EVERY = 1.0
+_searched_at = float("-inf")
+#: Seconds between the claims of events that other transactions have locked. The claim itself does
+#: not wait for locks, so it cannot be part of a deadlock.
+LOCK_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+
+#: The pace of each handler in this process.
+_paces: dict[str, Pace] = {}
+
+
+class MessageClaims:
+    """The claims for one message. Iterating claims the next events when it is asked for them."""
+
+    def __init__(self, store: Store, message: Message, handler: Handler, worker: Worker) -> None:
+        self.store = store
+        self.message = message
+        self.handler = handler
+        self.worker = worker
+        self.pace = _paces.setdefault(handler.name, Pace(LARGEST_BATCH))
+        #: The number of events that were claimed.
+        self.count = 0
+
+    def __iter__(self) -> Iterator[ClaimedBatch]:
+        """Yield the events of each claim.
+
+        Events that another transaction had locked are claimed later. Otherwise a lock of a
+        millisecond would delay an event until HANDOFF_DEADLINE.
+        """
+        rows: Collection[int] = self.message.rows
+        waits = iter(LOCK_WAITS)
+        while rows and not self.worker.evicted:
+            limit = self.pace.size
+            events, rows = self._claim(rows, limit)
+            if events:
+                self.count += len(events)
+                reached("handed_off.claimed")
+                yield ClaimedBatch(events, limit)
+            elif rows:
+                wait = next(waits, None)
+                if wait is None:
+                    self._log_locked(rows)
+                    return
+                reached("handed_off.locked")
+                self.worker.bell.wait(wait)
+
+    def _claim(self, rows: Collection[int], limit: int) -> HandedOffClaim:
+        return self.store.claim_handed_off(
+            self.message.queue,
+            rows,
+            limit=limit,
+            handlers=_handlers_to_search(self.handler),
+            token=self.message.token,
+            worker_id=self.worker.worker_id,
+        )
+
+    def _log_locked(self, rows: Collection[int]) -> None:
+        logger.info(
+            "%s of %s events of a message to the handler %s are locked by other transactions; "
+            "they are handed off again after their deadline",
+            len(rows),
+            len(self.message.rows),
+            self.handler.name,
+        )
+
+
+def _handlers_to_search(handler: Handler) -> list[str]:
+    """Return the handlers among whose events to search for interrupted events.
+
+    Once per SEARCH_EVERY, these are all handlers with the same executor, because the messages of
+    one handler may wait behind many messages of another handler.
+    """
+    global _searched_at
+    if time.monotonic() - _searched_at < SEARCH_EVERY:
+        return [handler.name]
+    _searched_at = time.monotonic()
+    return [each.name for each in registry.all() if each.executor == handler.executor]
