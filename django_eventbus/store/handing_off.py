@@ -70,10 +70,10 @@ class HandingOff(Claiming):
                 status=QueuedStatus.PENDING,
             )
             of_message, others = self._find_waiting(waiting, rows, token)
-            others = others[:limit]
-            found = waiting.filter(id__in=[*of_message, *others]).order_by("id")
-            locked = self.locked(found).values_list("id", "lane_id")
-            lane_of = dict(locked[: limit + len(others)])
+            lane_of = {
+                **self._lock_some(waiting, others, limit),
+                **self._lock_some(waiting, of_message, limit),
+            }
             owned, busy = self._own_waiting_lanes(claim, set(lane_of.values()) - {None})
             mine = [row for row, lane in lane_of.items() if lane is None or lane in owned]
             events = self._mark_claimed(claim, mine, available_at=None)
@@ -82,16 +82,24 @@ class HandingOff(Claiming):
 
     def _find_waiting(
         self, waiting: QuerySet[QueuedEvent], rows: Collection[int], token: uuid.UUID
-    ) -> tuple[set[int], list[int]]:
+    ) -> tuple[set[int], set[int]]:
         """Return the row ids of a message, and the row ids of other events.
 
         The query takes no locks. On MariaDB a locking search would lock every event that it reads,
         so the claims of other messages would skip these events.
         """
-        found = dict(waiting.order_by("id").values_list("id", "claim_token"))
+        found = dict(waiting.values_list("id", "claim_token"))
         of_message = {row_id for row_id in rows if found.get(row_id) == token}
-        others = [row_id for row_id in found if row_id not in of_message]
-        return of_message, others
+        return of_message, found.keys() - of_message
+
+    def _lock_some(
+        self, waiting: QuerySet[QueuedEvent], rows: Collection[int], limit: int
+    ) -> dict[int, int | None]:
+        """Lock up to ``limit`` of these rows; return the lane of each locked row."""
+        if not rows:
+            return {}
+        found = waiting.filter(id__in=list(rows)).order_by("id")
+        return dict(self.locked(found).values_list("id", "lane_id")[:limit])
 
     def _own_waiting_lanes(self, claim: Any, lanes: set[Any]) -> tuple[set[int], set[int]]:
         """Claim the lanes of handed-off events that are free and not locked.

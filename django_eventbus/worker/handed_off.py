@@ -9,19 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from django_eventbus.delivery.batch import Tally
-from django_eventbus.errors.failpoints import reached
 from django_eventbus.errors.text import one_line
 from django_eventbus.executors import Message
 from django_eventbus.flow.controls import Snapshot
 from django_eventbus.outcomes.assignments import Assignment
 from django_eventbus.publishing.wakeup import wake
-from django_eventbus.registry import Handler, registry
-from django_eventbus.schema.claims import ClaimedEvent
+from django_eventbus.registry import registry
 from django_eventbus.statistics.recorder import recorder_of_process
 from django_eventbus.store import Store, store_for
 from django_eventbus.worker.message_claims import MessageClaims

@@ -16,7 +16,7 @@ from django_eventbus.models import EventLane, EventLog, EventWorker, FlowControl
 from django_eventbus.registry import unsubscribe
 from django_eventbus.store import store_for
 from django_eventbus.tasks import deliver
-from django_eventbus.worker import handed_off
+from django_eventbus.worker import message_claims
 from django_eventbus.worker.registration import Heartbeat, WorkerOptions, new_registration
 from django_eventbus.worker.worker import Worker
 from tests.bus import drain, let_hand_off_expire, make_due
@@ -358,7 +358,7 @@ def test_interrupted_events_do_not_wait_behind_a_backlog_in_the_broker(app, effe
 def test_interrupted_events_do_not_wait_behind_messages_of_other_handlers(
     app, effects, monkeypatch
 ):
-    monkeypatch.setattr(handed_off, "_searched_at", float("-inf"))
+    monkeypatch.setattr(message_claims, "_searched_at", float("-inf"))
     subscribe("order.sent", lambda event: None, name="other", executor="celery")
     publish("order.placed")
     publish("order.sent")
