@@ -12,6 +12,7 @@ from django_eventbus.publishing import publisher
 from django_eventbus.statistics import recorder
 from django_eventbus.store import store_for
 from django_eventbus.testing import isolated_handlers
+from django_eventbus.worker import message_claims
 from django_eventbus.worker.registration import WorkerOptions, new_registration
 from tests.hand_offs import outbox  # noqa: F401 - a fixture
 from tests.workers import start_worker  # noqa: F401 - a fixture
@@ -78,6 +79,13 @@ def own_schedules(monkeypatch):
 def own_statistics():
     """Let no test write the statistics of messages of an earlier test."""
     recorder._recorder.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def paces(monkeypatch):
+    """The pace of each handler in messages, without those of earlier tests."""
+    monkeypatch.setattr(message_claims, "_paces", {})
+    return message_claims._paces
 
 
 @pytest.fixture

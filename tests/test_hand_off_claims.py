@@ -1,7 +1,5 @@
 """A message claims all of its events, also events that another transaction has just locked."""
 
-from collections import defaultdict
-
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
@@ -12,7 +10,7 @@ from django_eventbus.executors import CeleryExecutor
 from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
 from django_eventbus.store import store_for
 from django_eventbus.worker import handed_off, message_claims
-from django_eventbus.worker.claiming import FIRST_BATCH, Pace
+from django_eventbus.worker.claiming import Pace
 from tests.bus import drain
 from tests.shop.models import Effect
 from tests.threads import while_another_transaction
@@ -31,14 +29,6 @@ def effects():
         Effect.objects.create(event_id=event.id, handler=NAME, note=str(event.payload))
 
     return subscribe("order.placed", write, name=NAME, executor=CeleryExecutor(batch=10))
-
-
-@pytest.fixture(autouse=True)
-def paces(monkeypatch):
-    """The paces of the handlers, without those of earlier tests."""
-    paces = defaultdict(lambda: Pace(1000))
-    monkeypatch.setattr(message_claims, "_paces", paces)
-    return paces
 
 
 @pytest.fixture
@@ -141,7 +131,8 @@ def test_a_message_does_not_wait_for_a_lane_that_is_claimed_or_blocked(outbox, w
     assert handled() == set()
 
 
-def test_a_message_without_locked_events_searches_once(outbox):
+def test_a_message_without_locked_events_searches_once(outbox, paces):
+    paces[NAME] = Pace(20)
     publish_many(("order.placed", n) for n in range(3))
     drain()
     message, duplicate = outbox.messages * 2
@@ -176,6 +167,21 @@ def test_a_slow_message_is_claimed_a_few_events_at_a_time(outbox, paces):
     assert EventLog.objects.count() == len(claimed) == 6
 
 
+def test_the_first_claim_of_a_handler_in_a_process_takes_one_event(outbox, monkeypatch):
+    publish_many(("order.placed", n) for n in range(10))
+    drain()
+    claims = []
+
+    def count_claimed(failpoint):
+        if failpoint == "handed_off.claimed":
+            claims.append(QueuedEvent.objects.filter(status="PROCESSING").count())
+
+    monkeypatch.setattr(failpoints, "on_reaching", count_claimed)
+    outbox.deliver()
+    assert claims[0] == 1
+    assert sum(claims) == EventLog.objects.count() == 10
+
+
 def test_interrupted_events_do_not_wait_for_the_end_of_a_slow_message(outbox, paces):
     order = []
 
@@ -196,8 +202,9 @@ def test_interrupted_events_do_not_wait_for_the_end_of_a_slow_message(outbox, pa
     assert order == [0, 1, 2, "lost", 3, 4]
 
 
-def test_interrupted_events_never_displace_the_events_of_the_message(outbox):
+def test_interrupted_events_never_displace_the_events_of_the_message(outbox, paces):
     """A claim takes a limited number of interrupted events, in addition to its message."""
+    paces[NAME] = Pace(20)
     publish_many(("order.placed", "old") for _ in range(60))
     drain()
     QueuedEvent.objects.update(interruptions=1)
@@ -206,7 +213,7 @@ def test_interrupted_events_never_displace_the_events_of_the_message(outbox):
     drain()
     outbox.deliver()
     assert "new" in handled()
-    assert EventLog.objects.count() == FIRST_BATCH + 1
+    assert EventLog.objects.count() == 21
 
 
 def test_a_message_has_no_effect_in_another_namespace(outbox, settings):
@@ -229,7 +236,8 @@ def test_a_message_has_no_effect_in_another_namespace(outbox, settings):
 
 
 @pytest.mark.skipif("connection.vendor != 'mysql'", reason="InnoDB locks the rows that it reads")
-def test_a_claim_locks_no_events_of_other_messages(outbox):
+def test_a_claim_locks_no_events_of_other_messages(outbox, paces):
+    paces[NAME] = Pace(20)
     publish_many(("order.placed", n) for n in range(500))
     drain()
     message, *_others = outbox.messages

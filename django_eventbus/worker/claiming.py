@@ -56,10 +56,10 @@ class ClaimedBatch:
 class Pace:
     """The size of a claim: fast handlers get large batches, slow handlers get small batches."""
 
-    def __init__(self, largest: int) -> None:
+    def __init__(self, largest: int, *, first: int = FIRST_BATCH) -> None:
         self._largest = largest
         #: The number of events that a thread delivers in about a second.
-        self.size = min(FIRST_BATCH, largest)
+        self.size = min(first, largest)
         self.seconds = BATCH_SECONDS
 
     def share(self, threads: int) -> int:

@@ -39,7 +39,9 @@ class MessageClaims:
         self.message = message
         self.handler = handler
         self.worker = worker
-        self.pace = _paces.setdefault(handler.name, Pace(LARGEST_BATCH))
+        # It begins with one event, because a process of another executor does not return the
+        # unstarted events of a slow claim.
+        self.pace = _paces.setdefault(handler.name, Pace(LARGEST_BATCH, first=1))
         #: The number of events that were claimed.
         self.count = 0
 

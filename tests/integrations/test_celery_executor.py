@@ -17,6 +17,7 @@ from django_eventbus.registry import unsubscribe
 from django_eventbus.store import store_for
 from django_eventbus.tasks import deliver
 from django_eventbus.worker import message_claims
+from django_eventbus.worker.claiming import Pace
 from django_eventbus.worker.registration import Heartbeat, WorkerOptions, new_registration
 from django_eventbus.worker.worker import Worker
 from tests.bus import drain, let_hand_off_expire, make_due
@@ -341,7 +342,8 @@ def test_a_process_whose_handler_ignores_its_deadline_is_abandoned(seconds, rene
     assert EventWorker.objects.filter(renewed_at__year__gt=2000).exists() == renews
 
 
-def test_interrupted_events_do_not_wait_behind_a_backlog_in_the_broker(app, effects):
+def test_interrupted_events_do_not_wait_behind_a_backlog_in_the_broker(app, effects, paces):
+    paces[NAME] = Pace(20)
     publish_many(("order.placed", n) for n in range(2))
     drain()
     (backlog,) = sent(app)
@@ -509,7 +511,8 @@ def test_the_default_executor_is_the_event_worker():
     assert subscribe("x", write, name="x", executor="worker").executor is None
 
 
-def test_a_message_of_many_events_needs_few_statements(celery, effects):
+def test_a_message_of_many_events_needs_few_statements(celery, effects, paces):
+    paces[NAME] = Pace(20)
     publish_many(("order.placed", n) for n in range(20))
     drain()
     with CaptureQueriesContext(connection) as captured:
