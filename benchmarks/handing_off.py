@@ -69,7 +69,20 @@ def measure_on(name: str, url: str, options: argparse.Namespace) -> list[Figure]
     if connection.vendor == "postgresql":
         label = f"{name}, connections per 1,000 events, batch=50"
         figures.append(count(label, statistics.median(sessions)))
-    return figures
+    return figures + measure_machines(name, url, events // 4)
+
+
+def measure_machines(name: str, url: str, events: int) -> list[Figure]:
+    """Measure a handler that waits for 20 ms, in one and in three Celery workers.
+
+    All of them run on this machine, so only a handler that waits shows whether they share the work.
+    """
+    one, three = (handled(url, "bench.celery_wait", events, workers=each) for each in (1, 3))
+    return [
+        per_second(f"{name}, 20 ms per call, one Celery worker", one),
+        per_second(f"{name}, 20 ms per call, three Celery workers", three),
+        ratio(f"{name}, three Celery workers to one", three / one),
+    ]
 
 
 def answers(url: str) -> bool:
@@ -81,12 +94,12 @@ def answers(url: str) -> bool:
     return True
 
 
-def handled(url: str, type_name: str, events: int) -> float:
+def handled(url: str, type_name: str, events: int, *, workers: int = 1) -> float:
     """Return the events per second that a worker and Celery handle together."""
     empty()
     environment = surroundings(url)
     publish_many((type_name, {"n": n}) for n in range(events))
-    with running_celery(environment), running_worker(environment):
+    with running_celery(environment, workers=workers), running_worker(environment):
         rate = rate_of_inserts(events)
         wait_for(lambda: EventLog.objects.count() == events)
     return rate
@@ -145,21 +158,26 @@ def surroundings(url: str) -> dict[str, str]:
 
 
 @contextmanager
-def running_celery(environment: Mapping[str, str]) -> Iterator[None]:
-    """Run a Celery worker until the end of the block."""
+def running_celery(environment: Mapping[str, str], *, workers: int = 1) -> Iterator[None]:
+    """Run Celery workers until the end of the block."""
     celery = [sys.executable, "-m", "celery", "-A", "benchmarks.celery_app"]
     options = ["--concurrency", str(PROCESSES), "--without-gossip", "--without-mingle"]
-    worker = subprocess.Popen(
-        [*celery, "worker", *options],
-        env={**environment, "C_FORCE_ROOT": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    started = [
+        subprocess.Popen(
+            [*celery, "worker", *options, "--hostname", f"{number}@%h"],
+            env={**environment, "C_FORCE_ROOT": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for number in range(workers)
+    ]
     try:
         yield
     finally:
-        worker.terminate()
-        worker.wait()
+        for worker in started:
+            worker.terminate()
+        for worker in started:
+            worker.wait()
         queue = environment[celery_app.QUEUE]
         with celery_app.app.connection_for_write(url=environment[celery_app.BROKER]) as broker:
             broker.default_channel.queue_delete(queue)

@@ -49,6 +49,13 @@ def insert_in_celery(event: Any) -> None:
     Note.objects.create(event_id=event.id)
 
 
+@handler("bench.celery_wait", executor=CeleryExecutor(batch=50))
+def wait_in_celery(event: Any) -> None:
+    """Do what a call of another service does: wait."""
+    time.sleep(0.02)
+    Note.objects.create(event_id=event.id)
+
+
 @handler("bench.celery1", executor=CeleryExecutor(batch=1))
 def insert_in_celery_one_by_one(event: Any) -> None:
     Note.objects.create(event_id=event.id)

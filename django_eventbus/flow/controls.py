@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from django_eventbus.conf import settings
 from django_eventbus.flow.decisions import (
     RELEASED_AT_ONCE,
     breaker_is_open,
@@ -20,6 +19,7 @@ from django_eventbus.flow.decisions import (
     room_for_executor,
     room_for_held,
 )
+from django_eventbus.flow.window import room_in_window
 from django_eventbus.models import FlowControl, FlowControlKind
 from django_eventbus.policies import Limits
 from django_eventbus.registry import registry
@@ -187,9 +187,9 @@ class FlowControls:
             return room_for_executor(row, now)
         limits = self.snapshot.limits.get(row.name) if _is_of_handler(row) else None
         room = room_for_held(row, limits, now)
-        if _is_of_handler(row) and row.name in _handed_off():
-            window = settings.HANDOFF_WINDOW
-            room = min(room, window - store.count_handed_off(row.name, at_most=window))
+        handler = registry.get(row.name) if _is_of_handler(row) else None
+        if handler is not None and handler.executor is not None:
+            room = min(room, room_in_window(store, handler))
         return room
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from django_eventbus.conf import settings
 from django_eventbus.flow.controls import FlowControls
+from django_eventbus.flow.window import room_in_window
 from django_eventbus.outcomes.event_run import EventRun
 from django_eventbus.registry import Handler
 from django_eventbus.store import SEVERAL, HeldBy, Store
@@ -28,11 +29,8 @@ class HandOffs:
 
     def begin(self, batch: Iterable[EventRun]) -> None:
         self.token = uuid.uuid4()
-        self._room = {name: self._room_of(name) for name in _names(batch)}
-
-    def _room_of(self, name: str) -> int:
-        window = settings.HANDOFF_WINDOW
-        return window - self.store.count_handed_off(name, at_most=window)
+        handlers = {handler.name: handler for run in batch for handler in run.elsewhere}
+        self._room = {name: room_in_window(self.store, each) for name, each in handlers.items()}
 
     @property
     def are_needed(self) -> bool:
@@ -62,7 +60,3 @@ class HandOffs:
         if self._room.setdefault(handler.name, settings.HANDOFF_WINDOW) > 0:
             return None
         return known.handler_ids.get(handler.name, SEVERAL)
-
-
-def _names(batch: Iterable[EventRun]) -> set[str]:
-    return {handler.name for run in batch for handler in run.elsewhere}

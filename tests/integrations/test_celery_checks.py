@@ -20,7 +20,6 @@ from django_eventbus.integrations.celery import forward
 from django_eventbus.integrations.celery_executor import DELIVER
 from django_eventbus.models import EventLog
 from tests.bus import drain
-from tests.integrations.test_celery_executor import celery  # noqa: F401 - a fixture
 
 PACKAGE = "django.tasks" if find_spec("django.tasks") else "django_tasks"
 DUMMY = f"{PACKAGE}.backends.dummy.DummyBackend"
@@ -110,7 +109,7 @@ def test_handlers_in_celery_cannot_share_the_transaction_of_an_event(settings, u
 @pytest.mark.django_db(transaction=True)
 def test_handlers_outside_of_a_transaction_may_run_in_celery_with_atomic_events(
     settings,
-    celery,  # noqa: F811
+    celery,
 ):
     settings.EVENTBUS = {"ATOMIC": "event"}
     calls = []

@@ -411,6 +411,23 @@ def test_at_most_a_window_of_events_is_handed_off(app, celery, effects, settings
     assert Effect.objects.count() == 10
 
 
+def test_a_window_that_is_almost_full_waits_for_room_for_a_whole_message(app, settings):
+    settings.EVENTBUS = {"HANDOFF_WINDOW": 100}
+    subscribe("order.placed", write, name=NAME, executor=CeleryExecutor(batch=10))
+    publish_many(("order.placed", n) for n in range(110))
+    drain()
+    first, *others = sent(app)
+    assert [len(each["rows"]) for each in (first, *others)] == [10] * 10
+    part = {**first, "rows": first["rows"][:9]}
+    deliver(**part)
+    drain()
+    assert sent(app) == []
+    deliver(**first)
+    drain()
+    (next_one,) = sent(app)
+    assert len(next_one["rows"]) == 10
+
+
 def test_the_slots_of_a_handler_apply_in_celery(celery):
     subscribe("order.placed", write, max_running=1, **OPTIONS)
     publish_many(("order.placed", n) for n in range(5))
