@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from django.db.models import Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from django_eventbus.models import QueuedEvent, QueuedStatus
 from django_eventbus.schema.claims import ClaimedEvent
@@ -35,10 +35,11 @@ class HandingOff(Claiming):
     def count_handed_off(self, handler: str, *, at_most: int) -> int:
         """Return how many events wait for the executor of a handler; stop at ``at_most``.
 
-        An event without a key whose deadline has passed is not counted. It may wait for an event
-        worker, for example because its queue is paused.
+        An event whose deadline has passed is not counted. It may wait for an event worker, for
+        example because its queue is paused.
         """
-        before_deadline = Q(available_at__isnull=False) | Q(lane_id__isnull=False)
+        lane_waits = Exists(self.lanes.filter(id=OuterRef("lane_id"), ready_at__gt=self.now))
+        before_deadline = Q(available_at__isnull=False) | lane_waits
         waiting = self.queued.filter(before_deadline, handed_off_to=handler)
         return waiting.values("id")[:at_most].count()
 

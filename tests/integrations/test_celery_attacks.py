@@ -151,18 +151,21 @@ def test_a_broker_outage_does_not_double_the_deadline(use):
     assert row.available_at - store_for().read_clock() <= timedelta(seconds=61)
 
 
-def test_a_paused_queue_does_not_fill_the_window_of_other_queues(app, celery, settings):
+@pytest.mark.parametrize("keys", [(None, None), ("a", "b")], ids=["unkeyed", "keyed"])
+def test_a_paused_queue_does_not_fill_the_window_of_other_queues(app, celery, settings, keys):
     settings.EVENTBUS = {
         **settings.EVENTBUS,
         "HANDOFF_WINDOW": 2,
         "QUEUES": ["default", "bulk"],
     }
     subscribe("order.placed", write, **OPTIONS)
-    publish_many((("order.placed", n) for n in range(2)), queue="bulk")
+    for key in keys:
+        publish("order.placed", key=key, queue="bulk")
     drain()
     sent(app)  # lost
     pauses.pause(queue="bulk")
     QueuedEvent.objects.update(available_at=None)  # the deadlines have passed
+    EventLane.objects.update(ready_at=past())
     publish("order.placed", "urgent")
     for _ in range(5):
         drain()
