@@ -12,8 +12,8 @@ from functools import partial
 from django.db import transaction
 
 from django_eventbus.conf import settings
-from django_eventbus.errors.suggestions import did_you_mean
-from django_eventbus.exceptions import EventBusError, UnknownQueueError
+from django_eventbus.errors.suggestions import check_queue, did_you_mean
+from django_eventbus.exceptions import EventBusError
 from django_eventbus.models import FlowControl, FlowControlKind
 from django_eventbus.publishing.wakeup import wake_on_commit
 from django_eventbus.registry import registry
@@ -99,9 +99,8 @@ def _check_is_known(kind: FlowControlKind, name: str) -> None:
 
     A pause with such a name would have no effect.
     """
-    if kind == FlowControlKind.QUEUE and name not in settings.QUEUES:
-        hint = did_you_mean(str(name), settings.QUEUES)
-        raise UnknownQueueError(f"{name!r} is not in EVENTBUS['QUEUES']{hint}")
+    if kind == FlowControlKind.QUEUE:
+        check_queue(name)
     if kind == FlowControlKind.TYPE:
         check_name(name, "the pattern")
     if kind == FlowControlKind.HANDLER and registry.get(name) is None:

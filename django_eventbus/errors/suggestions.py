@@ -1,10 +1,20 @@
-"""Suggestions for misspelled names, as part of an error message."""
+"""Refuse misspelled names, with suggestions as part of the error message."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 from typing import Any
+
+from django_eventbus.conf import settings
+from django_eventbus.exceptions import UnknownQueueError
+
+
+def check_queue(name: Any) -> None:
+    """Raise UnknownQueueError if the setting QUEUES does not have the queue."""
+    if name not in settings.QUEUES:
+        hint = did_you_mean(str(name), settings.QUEUES)
+        raise UnknownQueueError(f"{name!r} is not in EVENTBUS['QUEUES']{hint}")
 
 
 def did_you_mean(word: str, choices: Any) -> str:

@@ -16,6 +16,7 @@ import uuid
 
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
+from django_eventbus.errors.suggestions import check_queue
 from django_eventbus.integrations import celery_broker
 from django_eventbus.integrations.green_threads import refuse_green_threads
 from django_eventbus.store import default_alias
@@ -47,9 +48,11 @@ def drain(
     """Handle the events that are ready, in this process; return how many were handled.
 
     If a limit ends the run, another run is requested. Several runs may be active at a time. Raises
-    EventBusError in a process with green threads.
+    EventBusError in a process with green threads, and for an unknown queue.
     """
     refuse_green_threads()
+    for each in queues or ():
+        check_queue(each)
     leave_pools()
     alias = using or default_alias()
     options = WorkerOptions(

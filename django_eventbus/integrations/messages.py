@@ -13,7 +13,7 @@ from typing import Any
 from django.db import connections, router
 from django.db.models import BigIntegerField
 
-from django_eventbus.conf import settings
+from django_eventbus.errors.suggestions import check_queue
 from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import EventBusError
 from django_eventbus.executors import LARGEST_BATCH, Message
@@ -68,8 +68,7 @@ def _parsed(content: dict[str, Any]) -> Message:
         raise EventBusError(f"the database {using!r} is not a database of the bus")
     store_for(using)  # Raises an error if the bus does not support the database.
     # The name of the queue is stored in the registration of the process.
-    if queue not in settings.QUEUES:
-        raise EventBusError(f"the queue {queue!r} is not in EVENTBUS['QUEUES']")
+    check_queue(queue)
     try:
         return Message(using, queue, handler, uuid.UUID(token), rows)
     except ValueError:

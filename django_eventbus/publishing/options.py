@@ -10,12 +10,10 @@ from typing import Any, Literal, get_args
 from django.db.models import Value
 from django.utils import timezone
 
-from django_eventbus.conf import settings
-from django_eventbus.errors.suggestions import did_you_mean
+from django_eventbus.errors.suggestions import check_queue, did_you_mean
 from django_eventbus.exceptions import (
     DuplicateEventError,
     InvalidPayloadError,
-    UnknownQueueError,
 )
 from django_eventbus.models import QueuedEvent
 from django_eventbus.schema.clock import DatabaseNow
@@ -62,9 +60,8 @@ class Options:
         """
         if self.dedup_key is not None:
             check_name(self.dedup_key, "the dedup key")
-        if self.queue is not None and self.queue not in settings.QUEUES:
-            hint = did_you_mean(str(self.queue), settings.QUEUES)
-            raise UnknownQueueError(f"{self.queue!r} is not in EVENTBUS['QUEUES']{hint}")
+        if self.queue is not None:
+            check_queue(self.queue)
         is_number = isinstance(self.priority, int) and not isinstance(self.priority, bool)
         if not is_number or abs(self.priority) > MAX_PRIORITY:
             raise InvalidPayloadError(

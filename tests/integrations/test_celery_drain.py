@@ -8,8 +8,9 @@ import pytest
 from django.db import transaction
 
 from django_eventbus import publish, publish_many, subscribe
+from django_eventbus.exceptions import UnknownQueueError
 from django_eventbus.integrations import celery_broker, celery_drain
-from django_eventbus.models import EventLog, QueuedEvent
+from django_eventbus.models import EventLog, EventWorker, QueuedEvent
 from tests.celery_messages import CLOSED_PORT, messages
 from tests.workers import eventually
 
@@ -42,6 +43,12 @@ def test_the_task_handles_all_events_that_are_ready():
     assert celery_drain.drain() == 3
     assert calls == [0, 1, 2]
     assert EventLog.objects.count() == 3
+
+
+def test_the_task_refuses_an_unknown_queue():
+    with pytest.raises(UnknownQueueError, match="did you mean 'default'"):
+        celery_drain.drain(queues=["defualt"])
+    assert not EventWorker.objects.exists()
 
 
 def test_the_task_stops_after_its_events_and_requests_another_run(app, requests):

@@ -18,7 +18,8 @@ from django.utils import autoreload
 from django_eventbus.conf import settings
 from django_eventbus.delivery.batch import Tally
 from django_eventbus.errors.failpoints import reached
-from django_eventbus.errors.suggestions import did_you_mean
+from django_eventbus.errors.suggestions import check_queue
+from django_eventbus.exceptions import UnknownQueueError
 from django_eventbus.management.console import CLEAR_LINE, database
 from django_eventbus.registry import registry
 from django_eventbus.signals import delivery_succeeded
@@ -123,10 +124,11 @@ class Command(BaseCommand):
     @staticmethod
     def _queues(named: str | None) -> tuple[str, ...]:
         queues = tuple(settings.QUEUES) if named is None else tuple(named.split(","))
-        for each in queues:
-            if each not in settings.QUEUES:
-                hint = did_you_mean(each, settings.QUEUES)
-                raise CommandError(f"{each!r} is not in EVENTBUS['QUEUES']{hint}")
+        try:
+            for each in queues:
+                check_queue(each)
+        except UnknownQueueError as error:
+            raise CommandError(str(error)) from None
         return queues
 
     def _say(self, text: str) -> None:
