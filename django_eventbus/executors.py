@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
-from django_eventbus.errors.suggestions import did_you_mean
+from django_eventbus.errors.suggestions import closest
 from django_eventbus.exceptions import EventBusError
 
 #: The name of the default executor.
@@ -113,9 +113,10 @@ def executor_of(given: Executor | str | None, handler: str) -> Executor | None:
     if isinstance(given, str) and given in _BY_NAME:
         return _BY_NAME[given]()
     choices = (WORKER, *_BY_NAME)
-    hint = did_you_mean(given, choices) if isinstance(given, str) else ""
+    similar = closest(given, choices) if isinstance(given, str) else None
+    hint = f" (did you mean {similar!r}?)" if similar else ""
     raise EventBusError(
-        f"{handler} has the unknown executor {given!r}{hint}; possible are "
+        f"{handler} has the unknown executor {given!r}{hint}; choose from "
         f"{', '.join(map(repr, choices))}, CeleryExecutor(…) and TaskExecutor(…)"
     )
 

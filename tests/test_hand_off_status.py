@@ -145,7 +145,7 @@ def test_a_handed_off_event_that_is_not_picked_up_has_a_lag_and_is_a_problem(mai
     assert status.look().lag > 200
     assert attention() == [
         "The oldest handed-off event has been waiting for 4 min: "
-        "check that the workers of celery are running."
+        "check that workers of celery are running and read the queue of its message."
     ]
     QueuedEvent.objects.update(errors=[{"type": "ValueError"}])
     assert attention() == [], "an event that failed before waits for a good reason"

@@ -218,6 +218,28 @@ def test_a_project_without_any_worker_has_a_problem():
     assert attention() == ["No worker is running: run manage.py run_event_worker"]
 
 
+def test_a_project_that_drains_in_celery_needs_no_worker(settings, now):
+    settings.EVENTBUS = {"CELERY_DRAIN": True, "QUEUES": ["default", "mail"]}
+    publish("order.placed")
+    assert attention() == []
+    EventWorker.objects.create(
+        namespace="default",
+        host="box",
+        pid=7,
+        queues=["mail"],
+        renewed_at=now,
+        expires_at=now + timedelta(minutes=1),
+    )
+    assert attention() == [], "a Celery process that handles one queue is no problem"
+
+
+def test_an_event_that_no_drain_handles_is_a_problem(settings, now):
+    settings.EVENTBUS = {"CELERY_DRAIN": True}
+    publish("order.placed")
+    QueuedEvent.objects.update(created_at=now - timedelta(minutes=4))
+    assert attention() == ["The oldest pending event has been waiting for 4 min."]
+
+
 def test_workers_that_are_all_silent_are_a_problem(worker, now):
     EventWorker.objects.update(renewed_at=now - timedelta(minutes=4), expires_at=now)
     assert attention() == [

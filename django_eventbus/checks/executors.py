@@ -185,8 +185,8 @@ def _faults_of_own_calls(setup: Setup) -> Iterator[CheckMessage]:
             "RabbitMQ does not confirm the tasks that the project sends itself by task.delay(), so "
             "such a task may be lost without an error. The messages of the bus are always "
             "confirmed.",
-            hint="Set Celery's broker_transport_options = {'confirm_publish': True}, or call the "
-            "tasks with delay_durably().",
+            hint="Set Celery's broker_transport_options = {'confirm_publish': True}. If the "
+            "project calls all tasks with delay_durably(), silence this check.",
             id=check_id("W303"),
         )
     if setup.missing_timeouts:
@@ -194,8 +194,8 @@ def _faults_of_own_calls(setup: Setup) -> Iterator[CheckMessage]:
             "A task.delay() of the project may wait for the broker without end, because Celery has "
             f"no {' and no '.join(setup.missing_timeouts)}. The messages of the bus always have "
             "timeouts.",
-            hint="Set these options to a number of seconds, such as 10, or call the tasks with "
-            "delay_durably().",
+            hint="Set these options to a number of seconds, such as 10. If the project calls all "
+            "tasks with delay_durably(), silence this check.",
             id=check_id("W304"),
         )
 

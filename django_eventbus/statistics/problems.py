@@ -51,7 +51,7 @@ def find_problems(status: Status) -> list[Problem]:
 
 
 def _about_workers(status: Status) -> Iterator[Problem]:
-    if not status.living:
+    if not status.living and not _drains_in_celery():
         yield Problem(about="workers", text=_no_worker(status))
         return
     for each in status.workers:
@@ -59,6 +59,8 @@ def _about_workers(status: Status) -> Iterator[Problem]:
             text = _("Worker %(worker)s has sent no heartbeat for %(time)s.")
             facts = {"worker": one_line(str(each)), "time": _since(status, each.renewed_at)}
             yield Problem(about="workers", text=text % facts)
+    if _drains_in_celery():
+        return
     served = {queue for each in status.living for queue in each.queues}
     for queue in settings.QUEUES:
         if queue not in served:
@@ -67,6 +69,11 @@ def _about_workers(status: Status) -> Iterator[Problem]:
                 "--queues %(queue)s"
             )
             yield Problem(about="workers", text=text % {"queue": queue})
+
+
+def _drains_in_celery() -> bool:
+    """Return whether Celery tasks handle events, so that no worker need be registered meanwhile."""
+    return settings.CELERY_DRAIN is True
 
 
 def _no_worker(status: Status) -> str:
@@ -115,7 +122,7 @@ def _about_schedules(status: Status) -> Iterator[Problem]:
 
 def _about_waiting(status: Status) -> Iterator[Problem]:
     lag = max(map(status.waited, WAITING))
-    if status.living and lag > LATE:
+    if (status.living or _drains_in_celery()) and lag > LATE:
         text = _("The oldest pending event has been waiting for %(time)s.")
         yield Problem(about="queue", text=text % {"time": in_words(lag)})
 
@@ -135,10 +142,10 @@ def _about_executors(status: Status) -> Iterator[Problem]:
         }
         yield Problem(about="executors", text=text % facts)
     waited = status.waited("handed_off")
-    if status.living and waited > LATE:
+    if (status.living or _drains_in_celery()) and waited > LATE:
         text = _(
             "The oldest handed-off event has been waiting for %(time)s: "
-            "check that the workers of %(executors)s are running."
+            "check that workers of %(executors)s are running and read the queue of its message."
         )
         names = ", ".join(each.name for each in status.executors) or _("its executor")
         yield Problem(about="queue", text=text % {"time": in_words(waited), "executors": names})

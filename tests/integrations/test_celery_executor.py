@@ -499,14 +499,17 @@ def test_the_wait_for_a_broker_grows_up_to_half_a_minute():
 @pytest.mark.parametrize(
     ("executor", "message"),
     [
-        ("celry", "did you mean 'celery'"),
-        (7, "unknown executor 7"),
-        ("", "unknown executor ''"),
+        ("celry", "the unknown executor 'celry' (did you mean 'celery'?)"),
+        ("", "the unknown executor ''"),
+        (7, "the unknown executor 7"),
+        (CeleryExecutor, f"the unknown executor {CeleryExecutor!r}"),
     ],
 )
 def test_an_unknown_executor_is_refused(executor, message):
-    with pytest.raises(EventBusError, match=message):
+    choices = "choose from 'worker', 'celery', 'task', CeleryExecutor(…) and TaskExecutor(…)"
+    with pytest.raises(EventBusError) as refusal:
         handler("x", name="x", executor=executor)(print)
+    assert str(refusal.value) == f"x has {message}; {choices}"
 
 
 @pytest.mark.parametrize(
