@@ -30,7 +30,7 @@ class Message(NamedTuple):
     rows: Sequence[int]
 
 
-#: Sends a message, which the broker may drop after a number of seconds.
+#: Sends a message. The broker may drop the message after the given number of seconds.
 Send = Callable[["Executor", Message, float], None]
 
 

@@ -21,7 +21,7 @@ from django_eventbus.registry import Handler, registry
 if TYPE_CHECKING:
     from django_eventbus.integrations.celery_setup import Setup
 
-#: The module of the handlers that ``forward()`` registers. It also has a handler of its own.
+#: The module of the functions that ``forward()`` registers, and the one handler of the bus in it.
 FORWARDING = "django_eventbus.integrations.celery"
 FORWARDING_OWN = "django_eventbus.send_task"
 
@@ -63,11 +63,11 @@ def _tasks_faults(in_tasks: Sequence[Handler]) -> Iterator[CheckMessage]:
     for each in in_tasks:
         assert isinstance(each.executor, TaskExecutor)
         try:
-            # The import fails too if the setting TASKS has no default backend.
+            # The import also fails if the setting TASKS has no default backend.
             from django_eventbus.integrations.task_executor import task_of
 
             task_of(each.executor)
-        except Exception as error:  # Backends refuse tasks by errors of their own.
+        except Exception as error:  # Each backend raises its own errors.
             yield Error(
                 f"The setting TASKS does not allow the executor of {_names([each])}: "
                 f"{failures.in_a_line(error)}",
@@ -168,8 +168,8 @@ def _repeated_messages(setup: Setup, in_celery: Sequence[Handler]) -> Iterator[C
         yield CheckWarning(
             f"Redis delivers a message again after {limit:g} seconds (visibility_timeout with "
             f"task_acks_late), but the timeout of {_names(slow)} is up to {longest:g} seconds. The "
-            "bus ignores the second message, but a task of the project that takes as long runs "
-            "twice.",
+            "bus ignores the second message, but Celery runs a task of the project twice if the "
+            "task takes as long.",
             hint="Set 'visibility_timeout' in Celery's broker_transport_options to more than "
             f"{longest:g}, in every app that uses this Redis server.",
             id=check_id("W305"),
@@ -177,7 +177,10 @@ def _repeated_messages(setup: Setup, in_celery: Sequence[Handler]) -> Iterator[C
 
 
 def _faults_of_own_calls(setup: Setup) -> Iterator[CheckMessage]:
-    """Find faults of the tasks that the project sends itself. The bus has its own connection."""
+    """Find missing options that affect the tasks which the project sends itself.
+
+    The messages of the bus do not need them, because the bus has its own connection.
+    """
     if not setup.has_own_tasks:
         return
     if setup.is_unconfirmed:

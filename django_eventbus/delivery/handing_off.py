@@ -1,8 +1,8 @@
 """Send the messages of events that were handed off to another executor.
 
 The messages are sent at the end of a batch, when the settlements are committed and the lanes of
-the batch are released, so that the executor can claim the events. If the process dies before, the
-events are handed off again after HANDOFF_DEADLINE.
+the batch are released, so that the executor can claim the events. If the process dies before it
+sends them, the events are handed off again after HANDOFF_DEADLINE.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from django_eventbus.store import After, HandOff, HeldBy, Wait
 
 logger = logging.getLogger(__name__)
 
-#: Seconds until events are handed off again after an error that is no outage of the broker.
+#: Seconds until events are handed off again after an error that is not an outage of the broker.
 RETRY_AFTER = 10.0
 
 
@@ -37,7 +37,7 @@ class HandOffSender:
     def __init__(
         self, settler: Settler, controls: FlowControls, report: Callable[[], None]
     ) -> None:
-        """Initialize. ``report`` tells the supervisor that the thread is not stuck."""
+        """Initialize. ``report`` informs the supervisor that the thread is not stuck."""
         self.settler = settler
         self.store = settler.store
         self.controls = controls
@@ -65,10 +65,10 @@ class HandOffSender:
             self._decide(executor, executor_works)
 
     def _wait_after(self, executor: Executor, error: Exception) -> Wait:
-        """Return how long events wait whose message could not be sent.
+        """Return the wait of the events whose message could not be sent.
 
-        If the broker is unavailable, the flow control of the executor holds them. After any other
-        error, other messages to the executor may be accepted.
+        If the broker is unavailable, the flow control of the executor holds all events for it.
+        After any other error, only these events wait: the broker may accept other messages.
         """
         if isinstance(error, BrokerUnavailableError):
             control_id = None

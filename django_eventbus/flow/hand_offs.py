@@ -51,7 +51,7 @@ class HandOffs:
             run.hold([handler], HeldBy(holder))
 
     def _holder_of(self, handler: Handler) -> int | None:
-        """Return the id of the flow control that holds the event; None if it is handed off."""
+        """Return the id of the flow control that holds the event; None if it may be handed off."""
         known = self.controls.snapshot
         assert handler.executor is not None
         closed = known.closed_executors.get(handler.executor.name)

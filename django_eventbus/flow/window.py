@@ -6,15 +6,16 @@ from django_eventbus.conf import settings
 from django_eventbus.registry import Handler
 from django_eventbus.store import Store
 
-#: The room for a message is at most this part of the window.
+#: The room is a multiple of the message size, or of the window divided by this number if that is
+#: less.
 MESSAGES_IN_WINDOW = 10
 
 
 def room_in_window(store: Store, handler: Handler) -> int:
     """Return how many more events of a handler may be handed off.
 
-    The number is a multiple of the size of a message. Otherwise a full window would have room for
-    a few events now and then, and most messages would be small.
+    The number is a multiple of the message size. Otherwise a nearly full window would have room for
+    only a few events at a time, and most messages would be small.
     """
     assert handler.executor is not None
     window = settings.HANDOFF_WINDOW

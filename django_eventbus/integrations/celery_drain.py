@@ -73,8 +73,8 @@ def drain(
 class Requests:
     """The requests of one process. A thread sends them, so no caller waits for the broker.
 
-    The thread sends a request after the last commit too: if a commit follows while a request is
-    being sent, the thread sends another one after REQUEST_EVERY.
+    No commit is missed: if a transaction commits while a request is being sent, the thread sends
+    another request after REQUEST_EVERY.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,11 @@ class Requests:
         self._wanted.set()
 
     def _start(self) -> None:
-        """Start the thread. A forked process has no thread, and events in an unknown state."""
+        """Start the thread.
+
+        A forked process has no copy of the thread, and its copies of the ``threading.Event``
+        objects are in an unknown state.
+        """
         self._aliases, self._process = set(), os.getpid()
         self._wanted, self._sent, self._ends = (threading.Event() for _ in range(3))
         threading.Thread(target=self._run, name="eventbus-drain-requests", daemon=True).start()
@@ -124,12 +128,13 @@ class Requests:
             )
         except Exception as error:
             logger.warning(
-                "Celery could not be asked to handle events; its beat will do so: %s",
+                "the request to Celery to handle events was not sent; the next run of beat handles "
+                "them: %s",
                 failures.in_a_line(error),
             )
 
     def finish(self) -> None:
-        """Wait a moment for the last request, when the process exits."""
+        """Wait up to EXIT_PATIENCE for the last request when the process exits."""
         if self._process == os.getpid():
             self._ends.set()
             if self._wanted.is_set() or self._aliases:

@@ -17,10 +17,10 @@ from django_eventbus.integrations import celery_broker
 from django_eventbus.integrations.celery_executor import DELIVER
 
 PACKAGE = "django_eventbus"
-#: The names of tasks that are not tasks of the project begin with one of these.
+#: Prefixes of the names of tasks that the project does not define.
 FOREIGN = ("celery.", f"{PACKAGE}.")
-#: For each kind of broker, the transport options without which a call may wait forever. Redis uses
-#: socket_timeout also while it connects.
+#: For each kind of broker, the transport options without which a call may wait forever. For Redis,
+#: socket_timeout also limits the time to connect.
 TIMEOUTS = {"amqp": ("read_timeout", "write_timeout"), "redis": ("socket_timeout",)}
 #: The visibility_timeout of kombu's transport for Redis.
 DEFAULT_VISIBILITY = 3600
@@ -36,7 +36,7 @@ class Setup(NamedTuple):
     has_own_tasks: bool
     #: Whether RabbitMQ is the broker and does not confirm the tasks that the project sends.
     is_unconfirmed: bool
-    #: The options that would limit how long the project waits for the broker, and are not set.
+    #: The options that are not set and would limit how long the project waits for the broker.
     missing_timeouts: tuple[str, ...]
     #: Seconds after which Redis delivers a message again while its task runs; None if it does not.
     redelivers_after: float | None
@@ -72,18 +72,18 @@ def _queues(app: Any) -> Collection[str] | None:
 
 
 def _kind_of_broker(app: Any) -> str:
-    """Return the kind of the broker, such as "redis"; an empty text if its URL is invalid."""
+    """Return the kind of the broker, such as "redis"; an empty text if it is unknown."""
     try:
         return str(app.connection_for_write().get_transport_cls().driver_type)
     except (ImportError, KeyError, ValueError):
-        return ""  # Celery reports the URL when it connects.
+        return ""  # Celery reports an invalid URL or a missing library when it connects.
 
 
 def _has_tasks_of_the_bus(app: Any) -> bool:
     """Return whether a Celery worker of the app would import the module with the tasks of the bus.
 
-    ``app.autodiscover_tasks()`` imports modules only when a Celery worker starts. Until then, the
-    calls of this method are receivers of a signal.
+    ``app.autodiscover_tasks()`` imports modules only when a Celery worker starts. Until then,
+    Celery stores each of its calls as a receiver of the signal ``import_modules``.
     """
     listed = (*(maybe_list(app.conf.imports) or ()), *(maybe_list(app.conf.include) or ()))
     return DELIVER in app.tasks or f"{PACKAGE}.tasks" in listed or any(_discoveries(app))
@@ -92,8 +92,8 @@ def _has_tasks_of_the_bus(app: Any) -> bool:
 def _discoveries(app: Any) -> Iterator[bool]:
     """For each call of ``app.autodiscover_tasks()``, yield whether it finds the tasks of the bus.
 
-    Calls with unknown arguments count as calls that do, so that a new version of Celery causes no
-    wrong warning.
+    If the arguments of a call have an unknown form, it yields True, so that a new version of Celery
+    causes no wrong warning.
     """
     for _, receiver in signals.import_modules.receivers:
         if getattr(getattr(receiver, "fun", None), "__self__", None) == app:

@@ -10,8 +10,8 @@ import sys
 
 from django_eventbus.exceptions import EventBusError
 
-#: For each library, the module and the function that returns whether a module of Python is patched,
-#: and the name of the module to ask for.
+#: For each library: its module, the function of this module that returns whether a standard module
+#: is patched, and the argument of the function.
 _LIBRARIES = {
     "gevent": ("gevent.monkey", "is_module_patched", "threading"),
     "eventlet": ("eventlet.patcher", "is_monkey_patched", "thread"),
@@ -21,7 +21,7 @@ _LIBRARIES = {
 def refuse_green_threads() -> None:
     """Raise EventBusError if gevent or eventlet has replaced the threads of this process."""
     for library, (module, function, patched) in _LIBRARIES.items():
-        # A library that nothing has imported has replaced nothing, so it is not imported here.
+        # A library that is not imported has replaced no threads, so it is not imported here.
         if module in sys.modules and getattr(sys.modules[module], function)(patched):
             raise EventBusError(
                 f"The event bus does not handle events in a process with green threads of "

@@ -45,7 +45,7 @@ def deliver(content: dict[str, Any], *, executor: str) -> None:
         logger.warning(
             "a message to the executor %s was ignored: %s", executor, one_line(str(error))
         )
-        # The message may name any database, so it is counted in the database of new events.
+        # The message may name a wrong database, so it is counted in the database of new events.
         store = store_for()
         recorder_of_process(store.using).count_ignored(store)
         return
@@ -58,7 +58,10 @@ def _parsed(content: dict[str, Any]) -> Message:
     The text of the error contains untrusted content, which may be long.
     """
     if content.keys() != set(Message._fields):
-        raise EventBusError(f"it has the fields {', '.join(sorted(content)) or 'none'}")
+        raise EventBusError(
+            f"it has the fields {', '.join(sorted(content)) or 'none'} "
+            f"instead of {', '.join(sorted(Message._fields))}"
+        )
     using, queue, handler, token, rows = (content[name] for name in Message._fields)
     if not all(isinstance(each, str) for each in (using, queue, handler, token)):
         raise EventBusError("using, queue, handler and token must be texts")
@@ -67,7 +70,7 @@ def _parsed(content: dict[str, Any]) -> Message:
     if using not in connections or not router.allow_migrate_model(using, QueuedEvent):
         raise EventBusError(f"the database {using!r} is not a database of the bus")
     store_for(using)  # Raises an error if the bus does not support the database.
-    # The name of the queue is stored in the registration of the process.
+    # The registration of the process stores the queue, so a forged name must not reach it.
     check_queue(queue)
     try:
         return Message(using, queue, handler, uuid.UUID(token), rows)
@@ -78,5 +81,5 @@ def _parsed(content: dict[str, Any]) -> Message:
 def _are_rows(rows: Any) -> bool:
     if not isinstance(rows, list) or not 0 < len(rows) <= LARGEST_BATCH:
         return False
-    # True is an int, too. A number outside of the range would be an error of the database.
+    # bool is a subclass of int. A number outside of this range would cause a database error.
     return all(type(row) is int and LOWEST_ID <= row <= LARGEST_ID for row in rows)

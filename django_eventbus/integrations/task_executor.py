@@ -1,6 +1,7 @@
 """Hand events off to Django's Tasks framework.
 
-Django has it since version 6.0. For Django 5.2, the package ``django-tasks`` provides it.
+The framework is part of Django since version 6.0. For Django 5.2, the package ``django-tasks``
+provides it.
 """
 
 from __future__ import annotations

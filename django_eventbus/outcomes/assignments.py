@@ -1,4 +1,4 @@
-"""Which handlers a process runs: those without an executor, or those of one executor."""
+"""The handlers that a process runs: those without an executor, or those of one executor."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class HandedOffClaim(NamedTuple):
 
     events: list[ClaimedEvent]
     #: The row ids of the events of the message that can be claimed later: events beyond the limit,
-    #: and events that another transaction had locked, or whose lane it had locked.
+    #: and events whose row or lane was locked by another transaction.
     left: set[int]
 
 
@@ -84,7 +84,7 @@ class HandingOff(Claiming):
     def _find_waiting(
         self, waiting: QuerySet[QueuedEvent], rows: Collection[int], token: uuid.UUID
     ) -> tuple[set[int], set[int]]:
-        """Return the row ids of a message, and the row ids of other events.
+        """Return the row ids of the events of the message, and of the interrupted events.
 
         The query takes no locks. On MariaDB a locking search would lock every event that it reads,
         so the claims of other messages would skip these events.
@@ -103,7 +103,7 @@ class HandingOff(Claiming):
         return dict(self.locked(found).values_list("id", "lane_id")[:limit])
 
     def _own_waiting_lanes(self, claim: Any, lanes: set[Any]) -> tuple[set[int], set[int]]:
-        """Claim the lanes of handed-off events that are free and not locked.
+        """Claim those lanes of handed-off events that are free and not locked.
 
         Return the ids of the claimed lanes, and of the lanes that are not free: another process
         has claimed them, or a dead letter blocks them.
@@ -119,7 +119,7 @@ class HandingOff(Claiming):
 
     @retried
     def take_back_handed_off(self, rows: Collection[int], *, token: uuid.UUID, wait: Wait) -> int:
-        """Return events whose message could not be sent to the queue, where they wait."""
+        """Return events to the queue, where they wait, because their message could not be sent."""
         with self.atomic():
             unsent = self.queued.filter(
                 id__in=list(rows), claim_token=token, status=QueuedStatus.PENDING

@@ -1,7 +1,7 @@
 """Deliver events that were handed off to a process of another executor, such as a Celery worker.
 
 The process registers as a worker for the duration of one message. So if it dies, the event workers
-recover its events as the events of any other worker.
+recover its events in the same way as the events of an event worker.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def deliver_message(message: Message, *, executor: str) -> Tally:
     handler = registry.get(message.handler)
     if handler is None or handler.executor is None:
         logger.warning(
-            "a message for the unknown handler %s was ignored", one_line(message.handler)
+            "a message for the unknown handler %s was ignored: this process has no such handler "
+            "with an executor",
+            one_line(message.handler),
         )
         recorder_of_process(store.using).count_ignored(store, message.queue)
         return Tally()
@@ -69,7 +71,7 @@ def _ignore(store: Store, worker: Worker, message: Message) -> None:
 def _make_room(store: Store, worker: Worker, message: Message) -> None:
     """Release events that wait for room in HANDOFF_WINDOW, and wake the event workers.
 
-    The event workers also hand off the next event of each key that this process has handled.
+    When they wake up, they also hand off the next event of each key that this process has handled.
     """
     known = worker.flow_controls.snapshot
     control_id = known.handler_ids.get(message.handler)
@@ -89,7 +91,8 @@ def _is_stopped_or_limited(known: Snapshot, handler: str) -> bool:
 def _worker(store: Store, options: WorkerOptions, assignment: Assignment) -> Iterator[Worker]:
     """Register this process as a worker for the block.
 
-    After an error, the claims of the process are released. Otherwise it has no claims any more.
+    After an error, the claims of the process are released. Without an error, it has no claims left
+    at the end of the block.
     """
     registration = new_registration(options)
     worker = Worker(options, registration.pk, assignment=assignment)

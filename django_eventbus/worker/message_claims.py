@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 #: Seconds between two searches of a process for interrupted events of other handlers.
 SEARCH_EVERY = 1.0
 _searched_at = float("-inf")
-#: Seconds between the claims of events that other transactions have locked. The claim itself does
+#: Seconds between the attempts to claim events that other transactions have locked. A claim does
 #: not wait for locks, so it cannot be part of a deadlock.
 LOCK_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
@@ -32,14 +32,14 @@ _paces: dict[str, Pace] = {}
 
 
 class MessageClaims:
-    """The claims for one message. Iterating claims the next events when it is asked for them."""
+    """The claims for one message. Each step of the iteration claims the next events."""
 
     def __init__(self, store: Store, message: Message, handler: Handler, worker: Worker) -> None:
         self.store = store
         self.message = message
         self.handler = handler
         self.worker = worker
-        # It begins with one event, because a process of another executor does not return the
+        # The pace begins with one event, because a process of another executor does not return the
         # unstarted events of a slow claim.
         self.pace = _paces.setdefault(handler.name, Pace(LARGEST_BATCH, first=1))
         #: The number of events that were claimed.
@@ -89,7 +89,7 @@ class MessageClaims:
 
 
 def _handlers_to_search(handler: Handler) -> list[str]:
-    """Return the handlers among whose events to search for interrupted events.
+    """Return the handlers whose interrupted events the next claim takes too.
 
     Once per SEARCH_EVERY, these are all handlers with the same executor, because the messages of
     one handler may wait behind many messages of another handler.
