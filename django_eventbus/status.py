@@ -160,7 +160,8 @@ class Status:
         self.runs = _runs(store, self.at)
         self.workers = list(store.workers.order_by("started_at", "pk")[:COUNTED_UP_TO])
         stops = Q(paused_at__isnull=False) | Q(opened_at__isnull=False)
-        self.flow_controls = list(store.flow_controls.filter(stops).order_by("kind", "name"))
+        active = stops | Q(unsent_since__isnull=False)
+        self.flow_controls = list(store.flow_controls.filter(active).order_by("kind", "name"))
         self.executors = _executors(store, self.flow_controls)
         #: The number of events that wait for the executor of each handler.
         self.handed_off = count_handed_off(store, sorted(executors_of_handlers()))
@@ -237,6 +238,13 @@ class Status:
     @property
     def unavailable_executors(self) -> list[ExecutorStatus]:
         return [each for each in self.executors if each.unavailable_since]
+
+    @property
+    def unsent_handlers(self) -> list[FlowControl]:
+        """The handlers with an executor whose messages cannot be sent to an available broker."""
+        handlers = (each for each in self.flow_controls if each.kind == FlowControlKind.HANDLER)
+        known = executors_of_handlers()
+        return [each for each in handlers if each.unsent_since and each.name in known]
 
     @cached_property
     def handlers(self) -> list[HandlerCounts]:

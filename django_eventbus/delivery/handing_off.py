@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from django.utils.module_loading import import_string
@@ -21,7 +21,12 @@ from django_eventbus.errors.failpoints import reached
 from django_eventbus.exceptions import BrokerUnavailableError, MessageRefusedError
 from django_eventbus.executors import Executor, Message, Send
 from django_eventbus.flow.controls import FlowControls
-from django_eventbus.flow.decisions import executor_failed, executor_works
+from django_eventbus.flow.decisions import (
+    executor_failed,
+    executor_works,
+    message_failed,
+    message_sent,
+)
 from django_eventbus.registry import registry
 from django_eventbus.store import After, HandOff, HeldBy, Wait
 
@@ -50,38 +55,49 @@ class HandOffSender:
                 self._send(batch.queue, handler.executor, hand_off, rows)
 
     def _send(self, queue: str, executor: Executor, hand_off: HandOff, rows: list[int]) -> None:
-        send = _sender(executor.sender)
         for start in range(0, len(rows), executor.batch):
             some = rows[start : start + executor.batch]
             message = Message(self.store.using, queue, hand_off.handler, hand_off.token, some)
             reached("hand_off.before_send")
             self.report()
             try:
-                send(executor, message, hand_off.seconds)
+                _sender(executor.sender)(executor, message, hand_off.seconds)
             except Exception as error:
-                self._take_back(hand_off, rows[start:], self._wait_after(executor, error))
+                wait = self._wait_after(executor, hand_off.handler, error)
+                self._take_back(hand_off, rows[start:], wait)
                 return
-        if executor.name in self.controls.snapshot.failed_executors:
-            self._decide(executor, executor_works)
+        self._record_success(executor, hand_off.handler)
 
-    def _wait_after(self, executor: Executor, error: Exception) -> Wait:
-        """Return the wait of the events whose message could not be sent.
+    def _wait_after(self, executor: Executor, handler: str, error: Exception) -> Wait:
+        """Record the error; return the wait of the events whose message could not be sent.
 
         If the broker is unavailable, the flow control of the executor holds all events for it.
         After any other error, only these events wait: the broker may accept other messages.
         """
-        if isinstance(error, BrokerUnavailableError):
-            control_id = None
-            if not isinstance(error, MessageRefusedError):
-                control_id = self._decide(executor, executor_failed)
+        known, is_refused = self.controls.snapshot, isinstance(error, MessageRefusedError)
+        if isinstance(error, BrokerUnavailableError) and not is_refused:
+            control_id = self._decide(known.executor_ids.get(executor.name), executor_failed)
             return After(error.retry_in) if control_id is None else HeldBy(control_id)
+        reason = failures.in_a_line(error.__cause__ if is_refused and error.__cause__ else error)
+        self._decide(known.handler_ids.get(handler), partial(message_failed, reason))
+        if isinstance(error, MessageRefusedError):
+            return After(error.retry_in)
         logger.error(
-            "events could not be handed off to %s, trying again in %.0f s: %s",
+            "events of the handler %s could not be handed off to %s, trying again in %.0f s: %s",
+            handler,
             executor.name,
             RETRY_AFTER,
-            failures.in_a_line(error),
+            reason,
         )
         return After(RETRY_AFTER)
+
+    def _record_success(self, executor: Executor, handler: str) -> None:
+        known = self.controls.snapshot
+        if executor.name in known.failed_executors:
+            logger.info("the broker of %s is available again", executor.name)
+            self._decide(known.executor_ids.get(executor.name), executor_works)
+        if handler in known.unsent_handlers:
+            self._decide(known.handler_ids.get(handler), message_sent)
 
     def _take_back(self, hand_off: HandOff, rows: list[int], wait: Wait) -> None:
         """Return events to the queue. No attempt is counted."""
@@ -89,8 +105,7 @@ class HandOffSender:
             lambda: self.store.take_back_handed_off(rows, token=hand_off.token, wait=wait)
         )
 
-    def _decide(self, executor: Executor, decision: Callable[..., Any]) -> int | None:
-        control_id = self.controls.snapshot.executor_ids.get(executor.name)
+    def _decide(self, control_id: int | None, decision: Callable[..., Any]) -> int | None:
         if control_id is not None:
             self.settler.through_outage(lambda: self.store.decide(control_id, decision))
             self.controls.read_again()

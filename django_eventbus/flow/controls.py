@@ -54,6 +54,8 @@ class Snapshot:
     closed_executors: dict[str, int] = field(default_factory=dict)
     #: Executors whose broker was unavailable at the last attempt.
     failed_executors: frozenset[str] = frozenset()
+    #: Handlers whose last message could not be sent, although the broker was available.
+    unsent_handlers: frozenset[str] = frozenset()
 
     @property
     def stops_events(self) -> bool:
@@ -231,6 +233,7 @@ def _snapshot(rows: Iterable[FlowControl], limits: dict[str, Limits], now: datet
         executor_ids={row.name: row.pk for row in executors},
         closed_executors={row.name: row.pk for row in executors if not room_for_executor(row, now)},
         failed_executors=frozenset(row.name for row in executors if row.opened_at is not None),
+        unsent_handlers=frozenset(row.name for row in of_handlers if row.unsent_since is not None),
     )
 
 

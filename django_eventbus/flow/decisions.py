@@ -195,6 +195,17 @@ def executor_works(control: FlowControl, now: datetime) -> ExecutorState:
     return ExecutorState(changes={"opened_at": None, "probe_at": None} if is_open else {})
 
 
+def message_failed(error: str, control: FlowControl, now: datetime) -> ExecutorState:
+    """Record that a message of a handler could not be sent, although the broker is available."""
+    since = control.unsent_since or now
+    return ExecutorState(changes={"unsent_since": since, "send_error": error})
+
+
+def message_sent(control: FlowControl, now: datetime) -> ExecutorState:
+    is_recorded = control.unsent_since is not None
+    return ExecutorState(changes={"unsent_since": None, "send_error": ""} if is_recorded else {})
+
+
 def room_for_executor(control: FlowControl, now: datetime) -> int:
     """Return how many of the events that wait for a broker may be released now."""
     if control.opened_at is None:

@@ -424,6 +424,11 @@ class Migration(migrations.Migration):
                 ("opened_at", models.DateTimeField(null=True, verbose_name="opened at")),
                 ("probe_at", models.DateTimeField(null=True, verbose_name="probe at")),
                 ("probe_by", models.CharField(default="", max_length=64, verbose_name="probe by")),
+                ("unsent_since", models.DateTimeField(null=True, verbose_name="unsent since")),
+                (
+                    "send_error",
+                    models.CharField(default="", max_length=500, verbose_name="send error"),
+                ),
                 ("calls", models.JSONField(default=dict, verbose_name="calls")),
                 ("tokens", models.FloatField(null=True, verbose_name="tokens")),
                 ("tokens_at", models.DateTimeField(null=True, verbose_name="tokens at")),

@@ -36,6 +36,10 @@ class FlowControl(models.Model):
     opened_at = models.DateTimeField(_("opened at"), null=True)
     probe_at = models.DateTimeField(_("probe at"), null=True)
     probe_by = models.CharField(_("probe by"), max_length=64, default="")
+    # The time since which no message of the handler could be sent although the broker is available,
+    # and the last error; NULL if the last message was sent.
+    unsent_since = models.DateTimeField(_("unsent since"), null=True)
+    send_error = models.CharField(_("send error"), max_length=500, default="")
     calls = models.JSONField(_("calls"), default=dict)
     # A rate is a token bucket: the number of tokens in the bucket at the time ``tokens_at``.
     tokens = models.FloatField(_("tokens"), null=True)

@@ -141,6 +141,18 @@ def _about_executors(status: Status) -> Iterator[Problem]:
             "count": shown_count(each.held),
         }
         yield Problem(about="executors", text=text % facts)
+    for handler in status.unsent_handlers:
+        assert handler.unsent_since is not None
+        text = _(
+            "Events of %(handler)s could not be handed off for %(time)s, although the broker is "
+            "available: %(error)s"
+        )
+        unsent = {
+            "handler": one_line(handler.name),
+            "time": _since(status, handler.unsent_since),
+            "error": one_line(handler.send_error),
+        }
+        yield Problem(about="executors", text=text % unsent)
     waited = status.waited("handed_off")
     if (status.living or _drains_in_celery()) and waited > LATE:
         text = _(

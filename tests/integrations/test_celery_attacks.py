@@ -7,10 +7,11 @@ from datetime import timedelta
 
 import pytest
 
-from django_eventbus import CircuitBreaker, pauses, publish, publish_many, subscribe
+from django_eventbus import CircuitBreaker, pauses, publish, publish_many, status, subscribe
 from django_eventbus.executors import CeleryExecutor
 from django_eventbus.integrations import celery_drain
 from django_eventbus.models import EventLane, EventLog, EventWorker, FlowControl, QueuedEvent
+from django_eventbus.statistics.problems import find_problems
 from django_eventbus.store import store_for
 from django_eventbus.tasks import deliver
 from tests.bus import drain, make_due
@@ -188,6 +189,22 @@ def test_a_handler_with_a_wrong_celery_queue_does_not_stop_other_handlers(use):
         drain()
         got += sent(app)
     assert [each["handler"] for each in got] == ["good"]
+
+
+def test_the_status_shows_a_handler_whose_messages_cannot_be_sent(use):
+    use(task_create_missing_queues=False)
+    wrong = subscribe("bad", write, name="bad", executor=CeleryExecutor(queue="missing"))
+    publish("bad")
+    drain()
+    (problem,) = (each.text for each in find_problems(status.look()) if each.about == "executors")
+    assert problem.startswith("Events of bad could not be handed off for ")
+    assert "although the broker is available: " in problem
+    assert "missing" in problem
+    use(task_create_missing_queues=True)
+    make_due()
+    drain()
+    assert not [each for each in find_problems(status.look()) if each.about == "executors"]
+    assert FlowControl.objects.get(kind="handler", name=wrong.name).send_error == ""
 
 
 def test_drain_releases_events_of_a_deleted_flow_control():
