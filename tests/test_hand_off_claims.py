@@ -96,6 +96,31 @@ def test_the_other_events_of_a_message_do_not_wait_for_a_lock(outbox, when_locke
 
 
 @row_locks
+@pytest.mark.parametrize("size", [1, 10])
+def test_the_other_keys_of_a_message_do_not_wait_for_a_locked_lane(
+    outbox, when_locked, paces, size
+):
+    paces[NAME] = Pace(size)
+    for n in range(6):
+        publish("order.placed", n, key=f"order:{n}")
+    drain()
+    # The first messages may have one event each, because the first claim routes few events.
+    del outbox.messages[:-1]
+    first, *others = QueuedEvent.objects.filter(id__in=outbox.messages[0].rows).order_by("id")
+    assert others
+    seen = []
+
+    def lock_the_first_lane():
+        assert EventLane.objects.select_for_update().get(id=first.lane_id)
+
+    with while_another_transaction(lock_the_first_lane) as commit:
+        when_locked(lambda: (seen.append(handled()), commit()))
+        outbox.deliver()
+    assert seen == [{str(each.payload) for each in others}]
+    assert handled() == {str(each.payload) for each in (first, *others)}
+
+
+@row_locks
 @pytest.mark.parametrize(("key", "lock"), [(None, lock_an_event), ("order:1", lock_a_lane)])
 def test_a_lock_that_is_not_released_ends_the_message(
     outbox, when_locked, monkeypatch, capture, key, lock

@@ -25,8 +25,10 @@ class HandedOffClaim(NamedTuple):
 
     events: list[ClaimedEvent]
     #: The row ids of the events of the message that can be claimed later: events beyond the limit,
-    #: and events whose row or lane was locked by another transaction.
+    #: and events whose row was locked by another transaction.
     left: set[int]
+    #: The row ids of the events of the message whose lane another transaction had locked.
+    behind_locks: set[int]
 
 
 class HandingOff(Claiming):
@@ -78,8 +80,10 @@ class HandingOff(Claiming):
             owned, busy = self._own_waiting_lanes(claim, set(lane_of.values()) - {None})
             mine = [row for row, lane in lane_of.items() if lane is None or lane in owned]
             events = self._mark_claimed(claim, mine, available_at=None)
-        waits = {row for row, lane in lane_of.items() if lane in busy}
-        return HandedOffClaim(events, of_message.difference(mine, waits))
+        behind_locks = of_message.intersection(
+            row for row in lane_of.keys() - mine if lane_of[row] not in busy
+        )
+        return HandedOffClaim(events, of_message - lane_of.keys(), behind_locks)
 
     def _find_waiting(
         self, waiting: QuerySet[QueuedEvent], rows: Collection[int], token: uuid.UUID

@@ -48,25 +48,30 @@ class MessageClaims:
     def __iter__(self) -> Iterator[ClaimedBatch]:
         """Yield the events of each claim.
 
-        Events that another transaction had locked are claimed later. Otherwise a lock of a
+        Events that another transaction had locked are claimed last. Otherwise a lock of a
         millisecond would delay an event until HANDOFF_DEADLINE.
         """
-        rows: Collection[int] = self.message.rows
+        rows, locked = set(self.message.rows), set[int]()
         waits = iter(LOCK_WAITS)
         while rows and not self.worker.evicted:
             limit = self.pace.size
-            events, rows = self._claim(rows, limit)
+            events, left, behind_locks = self._claim(rows, limit)
+            locked |= behind_locks
             if events:
                 self.count += len(events)
                 reached("handed_off.claimed")
                 yield ClaimedBatch(events, limit)
-            elif rows:
+            elif not behind_locks:
+                locked, left = locked | left, set()
+            rows = left
+            if locked and not rows:
                 wait = next(waits, None)
                 if wait is None:
-                    self._log_locked(rows)
+                    self._log_locked(locked)
                     return
                 reached("handed_off.locked")
                 self.worker.bell.wait(wait)
+                rows, locked = locked, set()
 
     def _claim(self, rows: Collection[int], limit: int) -> HandedOffClaim:
         return self.store.claim_handed_off(
