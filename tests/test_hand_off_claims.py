@@ -8,6 +8,7 @@ from django_eventbus import publish, publish_many, subscribe
 from django_eventbus.errors import failpoints
 from django_eventbus.executors import CeleryExecutor
 from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
+from django_eventbus.pauses import pause
 from django_eventbus.store import store_for
 from django_eventbus.worker import handed_off, message_claims
 from django_eventbus.worker.claiming import Pace
@@ -205,6 +206,25 @@ def test_the_first_claim_of_a_handler_in_a_process_takes_one_event(outbox, monke
     outbox.deliver()
     assert claims[0] == 1
     assert sum(claims) == EventLog.objects.count() == 10
+
+
+def test_a_message_is_delivered_completely_in_a_process_with_more_than_max_memory(outbox, settings):
+    """Celery has its own option for the memory of its processes."""
+    publish_many(("order.placed", n) for n in range(10))
+    drain()
+    settings.EVENTBUS = {"MAX_MEMORY": 1}
+    outbox.deliver()
+    assert EventLog.objects.count() == 10
+
+
+@pytest.mark.parametrize("paused", [{"handler": NAME}, {"type": "order.*"}, {"queue": "default"}])
+def test_events_that_a_pause_holds_do_not_make_the_claims_larger(outbox, paces, paused):
+    publish_many(("order.placed", n) for n in range(10))
+    drain()
+    pause(**paused)
+    outbox.deliver()
+    assert not QueuedEvent.objects.exclude(handed_off_to=None).exists()
+    assert paces[NAME].size == 1
 
 
 def test_interrupted_events_do_not_wait_for_the_end_of_a_slow_message(outbox, paces):

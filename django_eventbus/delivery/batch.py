@@ -26,11 +26,14 @@ class Tally:
     lost: int = 0
     #: Events that were returned to the queue before they were started.
     returned: int = 0
+    #: Events of which no handler was allowed to run.
+    held: int = 0
 
     def count(self, settlement: Settlement) -> None:
         self.handled += settlement.ends
         self.dead += settlement.is_dead
         self.postponed += settlement.counts_as == RETRY
+        self.held += settlement.is_held
 
     def add(self, other: Tally) -> None:
         for each in fields(self):

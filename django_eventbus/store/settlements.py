@@ -57,6 +57,11 @@ class _Kind:
         return False
 
     @property
+    def is_held(self) -> bool:
+        """Whether no handler was allowed to run."""
+        return False
+
+    @property
     def goes_on(self) -> bool:
         """Whether other handlers of the event run next under the same claim."""
         return False
@@ -97,6 +102,8 @@ class Completed(_Kind):
 @dataclass(slots=True)
 class Held(_Kind):
     """No handler was allowed to run: return the event to the queue, uncharged."""
+
+    is_held: ClassVar[bool] = True
 
     row_id: int
     wait: Wait

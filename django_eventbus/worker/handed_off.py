@@ -121,7 +121,11 @@ def _deliver(worker: Worker, claims: MessageClaims) -> None:
         delivery.admission.upkeep()
         delivered = delivery.deliver(batch)
         delivery.admission.finish()
-        worker.count(delivered.tally)
+        # Worker.count() is not called: it would stop the delivery because of MAX_MEMORY, although
+        # the bus cannot replace this process.
+        worker.tally.add(delivered.tally)
         if delivered.outage is not None:
             raise delivered.outage
-        claims.pace.fit(batch, len(batch.events), delivered.seconds)
+        # Events that were not started took no time, so they say nothing about the handler.
+        unstarted = delivered.tally.returned + delivered.tally.held
+        claims.pace.fit(batch, len(batch.events) - unstarted, delivered.seconds)
