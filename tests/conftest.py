@@ -83,8 +83,9 @@ def own_statistics():
 
 @pytest.fixture(autouse=True)
 def paces(monkeypatch):
-    """The pace of each handler in messages, without those of earlier tests."""
+    """The pace of each handler in messages, without the paces and searches of earlier tests."""
     monkeypatch.setattr(message_claims, "_paces", {})
+    monkeypatch.setattr(message_claims, "_searched_at", {})
     return message_claims._paces
 
 

@@ -261,6 +261,44 @@ def test_interrupted_events_never_displace_the_events_of_the_message(outbox, pac
     assert EventLog.objects.count() == 21
 
 
+def test_a_fast_message_claims_few_interrupted_events_of_a_slow_handler(outbox, paces):
+    calls = []
+    subscribe("slow.order", calls.append, name="slow", executor=CeleryExecutor(batch=10))
+    paces[NAME], paces["slow"] = Pace(1000, first=1000), Pace(1000, first=2)
+    publish_many(("slow.order", n) for n in range(10))
+    drain()
+    QueuedEvent.objects.update(interruptions=1)
+    outbox.messages.clear()
+    publish("order.placed", "fast")
+    drain()
+    outbox.deliver()
+    assert handled() == {"fast"}
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("executor", "queue"), [(CeleryExecutor(), "default"), (CeleryExecutor(batch=10), "bulk")]
+)
+def test_a_search_for_interrupted_events_does_not_delay_the_search_of_other_messages(
+    outbox, settings, executor, queue
+):
+    """The messages of two executors or queues arrive in turn in one process."""
+    settings.EVENTBUS = {"QUEUES": ["default", "bulk"]}
+    calls = []
+    subscribe("busy", calls.append, name="busy", executor=executor)
+    publish("busy", queue=queue)
+    subscribe("other", calls.append, name="other", executor=CeleryExecutor(batch=10))
+    publish("other")
+    publish("order.placed", "lost")
+    drain(queues=("default", "bulk"))
+    QueuedEvent.objects.filter(type="order.placed").update(interruptions=1)
+    outbox.messages = [each for each in outbox.messages if each.handler != NAME]
+    outbox.messages.sort(key=lambda each: each.handler)
+    outbox.deliver()
+    assert [each.type for each in calls] == ["busy", "other"]
+    assert handled() == {"lost"}
+
+
 def test_a_message_has_no_effect_in_another_namespace(outbox, settings):
     """Two projects share a database and the queue of a broker, and have equal handlers."""
     publish("order.placed", "keyed", key="order:1")

@@ -52,6 +52,7 @@ class HandingOff(Claiming):
         rows: Collection[int],
         *,
         limit: int,
+        limit_of_others: int,
         handlers: Collection[str],
         token: uuid.UUID,
         worker_id: uuid.UUID,
@@ -60,7 +61,7 @@ class HandingOff(Claiming):
 
         Other events that were handed off to these handlers, and whose last claim was lost, are
         claimed too. Otherwise they would wait until all older messages in the broker are processed.
-        ``limit`` applies to the events of the message and to the other events separately.
+        ``limit`` applies to the events of the message, ``limit_of_others`` to the other events.
         """
         interrupted = Q(crashes__gt=0) | Q(interruptions__gt=0)
         claim = self._new_claim(queue, worker_id, None)
@@ -74,7 +75,7 @@ class HandingOff(Claiming):
             )
             of_message, others = self._find_waiting(waiting, rows, token)
             lane_of = {
-                **self._lock_some(waiting, others, limit),
+                **self._lock_some(waiting, others, limit_of_others),
                 **self._lock_some(waiting, of_message, limit),
             }
             owned, busy = self._own_waiting_lanes(claim, set(lane_of.values()) - {None})

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterator
 
 from django_eventbus.errors.failpoints import reached
-from django_eventbus.executors import LARGEST_BATCH, Message
+from django_eventbus.executors import LARGEST_BATCH, Executor, Message
 from django_eventbus.registry import Handler, registry
 from django_eventbus.store import HandedOffClaim, Store
 from django_eventbus.worker.claiming import ClaimedBatch, Pace
@@ -22,13 +22,14 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two searches of a process for interrupted events of other handlers.
 SEARCH_EVERY = 1.0
-_searched_at = float("-inf")
 #: Seconds between the attempts to claim events that other transactions have locked. A claim does
 #: not wait for locks, so it cannot be part of a deadlock.
 LOCK_WAITS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 
 #: The pace of each handler in this process.
 _paces: dict[str, Pace] = {}
+#: The time of the last search in each queue of a database, for each executor.
+_searched_at: dict[tuple[str, str, Executor], float] = {}
 
 
 class MessageClaims:
@@ -39,9 +40,7 @@ class MessageClaims:
         self.message = message
         self.handler = handler
         self.worker = worker
-        # The pace begins with one event, because a process of another executor does not return the
-        # unstarted events of a slow claim.
-        self.pace = _paces.setdefault(handler.name, Pace(LARGEST_BATCH, first=1))
+        self.pace = _pace_of(handler.name)
         #: The number of events that were claimed.
         self.count = 0
 
@@ -74,11 +73,14 @@ class MessageClaims:
                 rows, locked = locked, set()
 
     def _claim(self, rows: Collection[int], limit: int) -> HandedOffClaim:
+        handlers = _handlers_to_search(self.message, self.handler)
         return self.store.claim_handed_off(
             self.message.queue,
             rows,
             limit=limit,
-            handlers=_handlers_to_search(self.handler),
+            # An interrupted event may be one of the slowest handler.
+            limit_of_others=min(_pace_of(each).size for each in handlers),
+            handlers=handlers,
             token=self.message.token,
             worker_id=self.worker.worker_id,
         )
@@ -93,14 +95,24 @@ class MessageClaims:
         )
 
 
-def _handlers_to_search(handler: Handler) -> list[str]:
+def _pace_of(handler: str) -> Pace:
+    """Return the pace of a handler in this process.
+
+    It begins with one event, because a process of another executor does not return the unstarted
+    events of a slow claim.
+    """
+    return _paces.setdefault(handler, Pace(LARGEST_BATCH, first=1))
+
+
+def _handlers_to_search(message: Message, handler: Handler) -> list[str]:
     """Return the handlers whose interrupted events the next claim takes too.
 
     Once per SEARCH_EVERY, these are all handlers with the same executor, because the messages of
     one handler may wait behind many messages of another handler.
     """
-    global _searched_at
-    if time.monotonic() - _searched_at < SEARCH_EVERY:
+    assert handler.executor is not None
+    searched, now = (message.using, message.queue, handler.executor), time.monotonic()
+    if now - _searched_at.get(searched, float("-inf")) < SEARCH_EVERY:
         return [handler.name]
-    _searched_at = time.monotonic()
+    _searched_at[searched] = now
     return [each.name for each in registry.all() if each.executor == handler.executor]

@@ -573,6 +573,7 @@ def test_two_processes_claim_two_messages_at_a_time(app, ends):
                     other["rows"],
                     handlers=[NAME],
                     limit=50,
+                    limit_of_others=50,
                     token=uuid.UUID(other["token"]),
                     worker_id=process.pk,
                 )

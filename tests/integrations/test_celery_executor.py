@@ -16,7 +16,6 @@ from django_eventbus.models import EventLane, EventLog, EventWorker, FlowControl
 from django_eventbus.registry import unsubscribe
 from django_eventbus.store import store_for
 from django_eventbus.tasks import deliver
-from django_eventbus.worker import message_claims
 from django_eventbus.worker.claiming import Pace
 from django_eventbus.worker.registration import Heartbeat, WorkerOptions, new_registration
 from django_eventbus.worker.worker import Worker
@@ -318,6 +317,7 @@ def test_events_of_a_dead_celery_process_are_handed_off_again(app, celery, effec
         message["rows"],
         handlers=[NAME],
         limit=50,
+        limit_of_others=50,
         token=uuid.UUID(message["token"]),
         worker_id=dead.pk,
     )
@@ -357,10 +357,7 @@ def test_interrupted_events_do_not_wait_behind_a_backlog_in_the_broker(app, effe
     assert Effect.objects.count() == 3
 
 
-def test_interrupted_events_do_not_wait_behind_messages_of_other_handlers(
-    app, effects, monkeypatch
-):
-    monkeypatch.setattr(message_claims, "_searched_at", float("-inf"))
+def test_interrupted_events_do_not_wait_behind_messages_of_other_handlers(app, effects):
     subscribe("order.sent", lambda event: None, name="other", executor="celery")
     publish("order.placed")
     publish("order.sent")
