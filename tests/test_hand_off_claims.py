@@ -7,7 +7,13 @@ from django.test.utils import CaptureQueriesContext
 from django_eventbus import publish, publish_many, subscribe
 from django_eventbus.errors import failpoints
 from django_eventbus.executors import CeleryExecutor
-from django_eventbus.models import EventLane, EventLog, EventWorker, QueuedEvent
+from django_eventbus.models import (
+    EventLane,
+    EventLog,
+    EventWorker,
+    MinuteStatistics,
+    QueuedEvent,
+)
 from django_eventbus.pauses import pause
 from django_eventbus.store import store_for
 from django_eventbus.worker import handed_off, message_claims
@@ -15,6 +21,7 @@ from django_eventbus.worker.claiming import Pace
 from tests.bus import drain
 from tests.shop.models import Effect
 from tests.threads import while_another_transaction
+from tests.workers import abandon
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -136,6 +143,8 @@ def test_a_lock_that_is_not_released_ends_the_message(
         outbox.deliver()
     assert len(waits) == 3
     assert "1 of 1 events" in capture.text
+    assert "was ignored" not in capture.text
+    assert not MinuteStatistics.objects.filter(ignored_messages__gt=0).exists()
     event = QueuedEvent.objects.get()
     assert (event.status, event.claim_token, event.attempts) == ("PENDING", message.token, 0)
     outbox.messages = [message]
@@ -225,6 +234,25 @@ def test_events_that_a_pause_holds_do_not_make_the_claims_larger(outbox, paces, 
     outbox.deliver()
     assert not QueuedEvent.objects.exclude(handed_off_to=None).exists()
     assert paces[NAME].size == 1
+
+
+def test_a_process_whose_registration_expires_claims_no_more_events_of_its_message(
+    outbox, monkeypatch, capture
+):
+    publish_many(("order.placed", n) for n in range(10))
+    drain()
+    (message,) = outbox.messages
+
+    def expire(failpoint):
+        if failpoint == "handed_off.claimed":
+            abandon()
+
+    monkeypatch.setattr(failpoints, "on_reaching", expire)
+    outbox.deliver()
+    assert handled() == {"0"}
+    assert not EventWorker.objects.exists()
+    assert set(QueuedEvent.objects.values_list("claim_token", flat=True)) == {message.token}
+    assert "not registered any more" in capture.text
 
 
 def test_interrupted_events_do_not_wait_for_the_end_of_a_slow_message(outbox, paces):

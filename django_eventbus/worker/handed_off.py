@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 from django_eventbus.delivery.batch import Tally
 from django_eventbus.errors.text import one_line
+from django_eventbus.exceptions import WorkerEvictedError
 from django_eventbus.executors import Message
 from django_eventbus.flow.controls import Snapshot
 from django_eventbus.outcomes.assignments import Assignment
@@ -50,11 +51,25 @@ def deliver_message(message: Message, *, executor: str) -> Tally:
     leave_pools()
     with _worker(store, options, Assignment(executor=handler.executor, by=by)) as worker:
         claims = MessageClaims(store, message, handler, worker)
-        _deliver(worker, claims)
-        if not claims.count:
+        try:
+            _deliver(worker, claims)
+        except WorkerEvictedError:
+            worker.evicted = True
+        if worker.evicted:
+            _log_evicted(message)
+        elif not claims.count and not claims.gave_up:
             _ignore(store, worker, message)
     _make_room(store, worker, message)
     return worker.tally
+
+
+def _log_evicted(message: Message) -> None:
+    """Log that the registration expired: the process was suspended, or a handler was stuck."""
+    logger.warning(
+        "this process is not registered any more; the unclaimed events of its message for the "
+        "handler %s are handed off again after their deadline",
+        one_line(message.handler),
+    )
 
 
 def _ignore(store: Store, worker: Worker, message: Message) -> None:

@@ -43,6 +43,8 @@ class MessageClaims:
         self.pace = _pace_of(handler.name)
         #: The number of events that were claimed.
         self.count = 0
+        #: Whether events of the message were still locked after the last wait.
+        self.gave_up = False
 
     def __iter__(self) -> Iterator[ClaimedBatch]:
         """Yield the events of each claim.
@@ -66,7 +68,7 @@ class MessageClaims:
             if locked and not rows:
                 wait = next(waits, None)
                 if wait is None:
-                    self._log_locked(locked)
+                    self._give_up(locked)
                     return
                 reached("handed_off.locked")
                 self.worker.bell.wait(wait)
@@ -85,7 +87,8 @@ class MessageClaims:
             worker_id=self.worker.worker_id,
         )
 
-    def _log_locked(self, rows: Collection[int]) -> None:
+    def _give_up(self, rows: Collection[int]) -> None:
+        self.gave_up = True
         logger.info(
             "%s of %s events of a message to the handler %s are locked by other transactions; "
             "they are handed off again after their deadline",
