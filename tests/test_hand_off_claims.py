@@ -20,7 +20,7 @@ from django_eventbus.worker import handed_off, message_claims
 from django_eventbus.worker.claiming import Pace
 from tests.bus import drain
 from tests.shop.models import Effect
-from tests.threads import while_another_transaction
+from tests.threads import in_thread, while_another_transaction
 from tests.workers import abandon
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -253,6 +253,42 @@ def test_a_process_whose_registration_expires_claims_no_more_events_of_its_messa
     assert not EventWorker.objects.exists()
     assert set(QueuedEvent.objects.values_list("claim_token", flat=True)) == {message.token}
     assert "not registered any more" in capture.text
+
+
+@pytest.mark.skipif(
+    "connection.vendor != 'postgresql'", reason="the session is ended by pg_terminate_backend"
+)
+@pytest.mark.parametrize("moment", ["settle.committed", "handed_off.claimed"])
+def test_a_message_goes_on_after_a_lost_session(outbox, monkeypatch, capture, moment):
+    publish_many(("order.placed", n) for n in range(10))
+    drain()
+    ended = []
+
+    def end_the_session(failpoint):
+        if failpoint == moment and not ended:
+            ended.append(connection.connection.info.backend_pid)
+            with in_thread(terminate, ended[0]):
+                pass
+
+    monkeypatch.setattr(failpoints, "on_reaching", end_the_session)
+    outbox.deliver()
+    assert ended
+    assert EventLog.objects.count() >= 9
+    # The events of the claim were released, so an event worker hands them off again.
+    drain()
+    outbox.deliver()
+    assert handled() == {str(n) for n in range(10)}
+    assert Effect.objects.count() == EventLog.objects.count() == 10
+    assert {each.interruptions for each in EventLog.objects.all()} == {0}
+    assert not EventWorker.objects.exists()
+    assert "was ignored" not in capture.text
+
+
+def terminate(backend):
+    with connection.cursor() as cursor:
+        # The second argument lets the function wait until the process has ended.
+        cursor.execute("SELECT pg_terminate_backend(%s, 10000)", [backend])
+        assert cursor.fetchone() == (True,)
 
 
 def test_interrupted_events_do_not_wait_for_the_end_of_a_slow_message(outbox, paces):

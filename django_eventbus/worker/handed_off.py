@@ -9,25 +9,33 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from django.db import Error
+
 from django_eventbus.delivery.batch import Tally
+from django_eventbus.errors import failures
 from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import WorkerEvictedError
 from django_eventbus.executors import Message
 from django_eventbus.flow.controls import Snapshot
 from django_eventbus.outcomes.assignments import Assignment
 from django_eventbus.publishing.wakeup import wake
-from django_eventbus.registry import registry
+from django_eventbus.registry import Handler, registry
 from django_eventbus.statistics.recorder import recorder_of_process
-from django_eventbus.store import Store, store_for
+from django_eventbus.store import Store, is_outage, store_for
 from django_eventbus.worker.message_claims import MessageClaims
 from django_eventbus.worker.registration import Heartbeat, WorkerOptions, new_registration
 from django_eventbus.worker.threads import Delivery
 from django_eventbus.worker.worker import Worker, leave_pools
 
 logger = logging.getLogger(__name__)
+
+#: Seconds between the attempts to deliver a message during a database outage. Without them, Celery
+#: would take all messages from the broker during a short outage, and lose them.
+OUTAGE_WAITS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
 
 def deliver_message(message: Message, *, executor: str) -> Tally:
@@ -47,9 +55,27 @@ def deliver_message(message: Message, *, executor: str) -> Tally:
         recorder_of_process(store.using).count_ignored(store, message.queue)
         return Tally()
     by = f"{executor} {socket.gethostname()}:{os.getpid()}"
-    options = WorkerOptions(using=message.using, queues=(message.queue,), fires_schedules=False)
+    assignment = Assignment(executor=handler.executor, by=by)
     leave_pools()
-    with _worker(store, options, Assignment(executor=handler.executor, by=by)) as worker:
+    for wait in OUTAGE_WAITS:
+        try:
+            return _deliver_message(store, message, handler, assignment)
+        except Error as error:
+            if not is_outage(error) or store.connection.in_atomic_block:
+                raise
+            logger.warning(
+                "database error, retrying in %.1f s: %s", wait, failures.in_a_line(error)
+            )
+            time.sleep(wait)
+    return _deliver_message(store, message, handler, assignment)
+
+
+def _deliver_message(
+    store: Store, message: Message, handler: Handler, assignment: Assignment
+) -> Tally:
+    """Deliver the events of the message that can be claimed, as a new worker."""
+    options = WorkerOptions(using=message.using, queues=(message.queue,), fires_schedules=False)
+    with _worker(store, options, assignment) as worker:
         claims = MessageClaims(store, message, handler, worker)
         try:
             _deliver(worker, claims)
@@ -117,7 +143,10 @@ def _worker(store: Store, options: WorkerOptions, assignment: Assignment) -> Ite
     try:
         with Heartbeat(worker):
             yield worker
-    except BaseException:
+    except BaseException as error:
+        if is_outage(error) and not store.connection.in_atomic_block:
+            # The session may be broken. The next statement opens a new connection.
+            store.connection.close()
         if not worker.evicted:
             store.dismiss(worker.worker_id)
         raise
