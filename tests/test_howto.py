@@ -479,7 +479,7 @@ def test_from_celery(shop, celery_project, monkeypatch):
 
 @pytest.mark.django_db(transaction=True)
 def test_celery(shop, monkeypatch, settings):
-    config, package, view, simple, with_options, instead = blocks("celery")
+    config, package, view, simple, with_options, instead, *_tasks = blocks("celery")
     settings.CELERY_BROKER_URL = "memory://"
     mail = types.ModuleType("shop.mail")
     mailed = []
@@ -518,6 +518,22 @@ def test_celery(shop, monkeypatch, settings):
     assert {each["task"] for each in beat} == {celery_drain.DRAIN} <= app.tasks.keys()
     settings.EVENTBUS = namespace["EVENTBUS"]
     assert checks.check_settings() == []
+
+
+def test_django_tasks_instead_of_celery(shop):
+    """Without the setting TASKS, so the event worker runs the task itself."""
+    *_, configured, in_a_task = blocks("celery")
+    namespace = {"__name__": "config.settings", "INSTALLED_APPS": []}
+    run(configured, namespace)
+    assert namespace["INSTALLED_APPS"] == ["django_tasks_db"]
+    # test_task_executor.py runs this backend in processes.
+    assert namespace["TASKS"]["default"]["BACKEND"] == "django_tasks_db.DatabaseBackend"
+    run(in_a_task, vars(shop))
+    order = Order.objects.create(total=10)
+    publish("order.placed", {"order_id": order.pk})
+    bus.drain()
+    order.refresh_from_db()
+    assert order.status == "confirmed"
 
 
 def take_message(app, queue):
