@@ -36,7 +36,7 @@ class DuplicateHandlerError(EventBusError):
 
 
 class InvalidScheduleError(EventBusError, ValueError):
-    """A schedule cannot fire, or does not exist."""
+    """A schedule cannot fire, does not exist, or has the name of another schedule."""
 
 
 class MissingLibraryError(EventBusError):
@@ -83,7 +83,10 @@ class MessageRefusedError(BrokerUnavailableError):
 
 
 class ClaimLostError(EventBusError):
-    """Another worker has claimed the events, so work under the old claim must not be committed."""
+    """The events are not claimed under this token any more, so the work must not be committed.
+
+    Another worker has recovered or claimed the events, or they were settled before.
+    """
 
 
 class UnsettleableError(EventBusError):
@@ -95,7 +98,7 @@ class UnreadableEventError(EventBusError):
 
 
 class WorkerEvictedError(EventBusError):
-    """Another worker has deleted this worker's registration, which had expired."""
+    """The registration of this worker has expired; another worker may have deleted it."""
 
 
 class BrokenTransactionError(EventBusError):

@@ -244,7 +244,8 @@ def _check(new: Handler) -> None:
     _check_signature(new)
     if inspect.isgeneratorfunction(new.func) or inspect.isasyncgenfunction(new.func):
         raise EventBusError(
-            f"{new.name} is a generator function: calling it would not run its code"
+            f"{new.name} is a generator function, so calling it would not run its code: "
+            "declare a function without yield"
         )
     if new.is_async and new.atomic:
         raise EventBusError(
@@ -257,7 +258,7 @@ def _check(new: Handler) -> None:
             "atomic handler"
         )
     if not isinstance(new.priority, int) or isinstance(new.priority, bool):
-        raise EventBusError(f"the priority of {new.name} must be an integer: {new.priority!r}")
+        raise EventBusError(f"the priority of {new.name} must be an integer, not {new.priority!r}")
     if new.timeout is not None and not (
         isinstance(new.timeout, int | float) and 0 < new.timeout < A_CENTURY
     ):

@@ -634,7 +634,7 @@ def test_good_schedules_pass():
         ("E203", {"cron": "0 0 31 2 *"}, "can never fire", "five fields"),
         ("E203", {"cron": "6 o'clock"}, "is not a cron line", "such as '0 6 * * *'"),
         ("E204", {"tz": "Europe/Berlim"}, "did you mean 'Europe/Berlin'?", "IANA"),
-        ("E205", {"payload": {"a": object()}}, "payload.a is a", "JSON"),
+        ("E205", {"payload": {"a": object()}}, "payload.a has the type object", "JSON"),
         ("E206", {"key": ""}, "the key must be", "1 to 200"),
         ("E207", {"queue": "defualt"}, "did you mean 'default'?", "EVENTBUS['QUEUES']"),
         ("E208", {"priority": 99_999}, "99999", "whole number"),

@@ -565,11 +565,11 @@ class Stranger:
         (1e400, "is inf, which JSON cannot represent"),
         (2**1024, "has more than 1024 bits"),
         (-(10**10_000), "has more than 1024 bits"),
-        (b"bytes", "is a bytes, which JSON cannot represent"),
-        ({1, 2}, "is a set, which JSON cannot represent"),
-        (1j, "is a complex, which JSON cannot represent"),
-        (Stranger(), "is a tests.test_events.Stranger, which JSON cannot represent"),
-        (Size.SMALL, "is a tests.test_events.Size, which JSON cannot represent"),
+        (b"bytes", "has the type bytes, which JSON cannot represent"),
+        ({1, 2}, "has the type set, which JSON cannot represent"),
+        (1j, "has the type complex, which JSON cannot represent"),
+        (Stranger(), "has the type tests.test_events.Stranger, which JSON cannot represent"),
+        (Size.SMALL, "has the type tests.test_events.Size, which JSON cannot represent"),
         ({7: "seven"}, "has the key 7, but JSON keys are strings"),
         ({None: 1}, "has the key None, but JSON keys are strings"),
         (day_time(12, tzinfo=timezone(timedelta(hours=1))), "timezone-aware times"),
@@ -595,12 +595,12 @@ def test_a_key_that_json_cannot_represent_is_refused(key):
 
 
 def test_the_path_of_an_invalid_top_level_value_is_payload():
-    with pytest.raises(InvalidPayloadError, match=r"^payload is a set"):
+    with pytest.raises(InvalidPayloadError, match=r"^payload has the type set"):
         check_payload({1})
 
 
 def test_the_error_names_the_checked_argument():
-    with pytest.raises(InvalidPayloadError, match=r"^headers\.trace is a bytes"):
+    with pytest.raises(InvalidPayloadError, match=r"^headers\.trace has the type bytes"):
         check_payload({"trace": b"1"}, "headers")
 
 

@@ -145,7 +145,7 @@ def test_a_handed_off_event_that_is_not_picked_up_has_a_lag_and_is_a_problem(mai
     assert status.look().lag > 200
     assert attention() == [
         "The oldest handed-off event has been waiting for 4 min: "
-        "check that workers of celery are running and read the queue of its message."
+        "check that workers of celery are running and read the queue to which its message was sent."
     ]
     QueuedEvent.objects.update(errors=[{"type": "ValueError"}])
     assert attention() == [], "an event that failed before waits for a good reason"
@@ -162,7 +162,7 @@ def test_an_unavailable_broker_is_a_problem_and_no_circuit_breaker(mail, outbox,
     (text,) = attention()
     assert text.startswith("The broker of celery has been unavailable for ")
     assert "next attempt in " in text
-    assert text.endswith("(events and keys held: 4).")
+    assert text.endswith("Held events: 4 (all events of a key count as one).")
     assert [each.executor_unavailable for each in seen.handlers] == [True]
 
 

@@ -323,7 +323,7 @@ def test_pauses_are_listed_after_problems_with_user_and_reason(worker, now):
     assert figures()["open_breakers"] == 1
     assert attention() == [
         "The circuit breaker of pays has been open for 5 min.",
-        "The queue default has been paused for 3 h by ann: disk full",
+        "The queue default was paused 3 h ago by ann: disk full",
     ]
 
 

@@ -45,7 +45,10 @@ def type_of(model: type[Model]) -> int:
 
 
 def entries_of(object_id: object, *models: type[Model]) -> list[LogEntry]:
-    """Return the newest entries about rows of these models with this id, in order of time."""
+    """Return up to MOST_ENTRIES entries about the row that has this id in any of these models.
+
+    These are the newest entries; the result is sorted by time, oldest first.
+    """
     types = [type_of(model) for model in models]
     entries = LogEntry.objects.filter(content_type__in=types, object_id=str(object_id))
     return list(entries.select_related("user").order_by("-action_time")[:MOST_ENTRIES])[::-1]

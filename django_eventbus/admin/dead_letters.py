@@ -181,7 +181,7 @@ def _seal(payload: Any) -> str:
 
 @admin.action(permissions=["edit"], description=gettext_lazy("Edit payload and retry"))
 def edit(model_admin: Any, request: HttpRequest, rows: QuerySet[Any]) -> Any:
-    """Open the edit form. It accepts one dead letter at a time, because payloads differ."""
+    """Open the edit form. The form edits one dead letter at a time, because payloads differ."""
     chosen = list(rows.values_list("pk", flat=True)[:2])
     if len(chosen) == 1:
         return HttpResponseRedirect(model_admin.url_of("edit", chosen[0]))

@@ -183,7 +183,7 @@ class EventPage:
             yield _("Handed off again at"), again_at
 
     def _handed_off_again_at(self) -> datetime | None:
-        """Return when the event is handed off again. For an event with a key, the lane has it."""
+        """Return when the event is handed off again; the lane of an event with a key stores it."""
         again_at: datetime | None = self.event.available_at
         if self.event.lane_id is not None:
             lanes = store_for(self.event._state.db).lanes.filter(pk=self.event.lane_id)
@@ -275,7 +275,10 @@ class EventPage:
 
     @cached_property
     def effects(self) -> list[RelatedEvent]:
-        """The events that the handlers of this event published. The page may show only some."""
+        """The events that the handlers of this event published, at most MOST_FOUND per table.
+
+        The page shows the first MOST_RELATED events.
+        """
         return self._related(Q(caused_by=self.event.event_id))
 
     @property

@@ -109,7 +109,7 @@ class HandlerFilter(ChoiceFilter):
 
 
 class HandedOffFilter(ChoiceFilter):
-    """A filter of the queue. Without handlers that have an executor, it is not shown."""
+    """A filter of queued events by handler. It is shown only if a handler has an executor."""
 
     title = _("handed off to")
     parameter_name = column = "handed_off_to"

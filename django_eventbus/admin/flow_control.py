@@ -78,9 +78,9 @@ class FlowControlMixin(RowActionsMixin):
     def pause(self, control: FlowControl) -> str:
         if control.paused_at is None:
             return _("not paused") if control.kind in pauses.KINDS else ""
-        text = _("paused for %(time)s by %(who)s")
+        text = _("paused %(time)s ago by %(who)s")
         if control.reason:
-            text = _("paused for %(time)s by %(who)s: %(reason)s")
+            text = _("paused %(time)s ago by %(who)s: %(reason)s")
         since = time_between(control.paused_at, read_at(control))
         return text % {"time": since, "who": control.paused_by, "reason": control.reason}
 
@@ -239,9 +239,10 @@ class PauseForm(forms.Form):
 
 
 def _count_waiting(controls: Sequence[FlowControl]) -> None:
-    """Set ``waiting``: the events that wait for the executor of a handler, or for a broker.
+    """Set ``waiting`` of each flow control to the number of events that wait because of it.
 
-    This needs at most two queries for the whole list.
+    For a handler, these are the events that wait for its executor; for an executor, the events that
+    wait for its broker. All counts together need at most two queries.
     """
     store = store_for(default_alias())
     handlers = [each.name for each in controls if each.kind == FlowControlKind.HANDLER]
@@ -259,8 +260,8 @@ def _executor_state(control: FlowControl, held: str) -> str:
         return _("broker available")
     now = read_at(control)
     text = _(
-        "broker unavailable for %(time)s, next attempt in %(wait)s "
-        "(events and keys held: %(count)s)"
+        "broker unavailable for %(time)s, next attempt in %(wait)s; "
+        "held events: %(count)s (all events of a key count as one)"
     )
     wait = time_between(now, control.probe_at) if control.probe_at else in_words(0)
     return text % {"time": time_between(control.opened_at, now), "wait": wait, "count": held}

@@ -38,7 +38,10 @@ def handed_off_label(handler: str) -> str:
 
 
 def executor_of(handler: str) -> str:
-    """Return the name of the executor of a handler; empty if this process does not know it."""
+    """Return the name of a handler's executor.
+
+    Return "" if the handler has no executor or is not registered in this process.
+    """
     found = registry.get(handler)
     return found.executor.name if found and found.executor else ""
 

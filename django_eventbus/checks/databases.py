@@ -85,8 +85,8 @@ def _sqlite_faults(alias: str, options: Mapping[str, Any]) -> Iterator[CheckMess
     if str(options.get("transaction_mode")).upper() not in ("IMMEDIATE", "EXCLUSIVE"):
         yield CheckWarning(
             f"The SQLite database {alias!r} holds the event tables, but its transactions take the "
-            "write lock at their first write, when SQLite may not wait for it: expect 'database "
-            "is locked'.",
+            "write lock only at their first write. SQLite may then fail at once instead of waiting "
+            "for the lock: expect 'database is locked'.",
             hint=f"Add to DATABASES[{alias!r}]['OPTIONS']: {SQLITE_OPTIONS!r}",
             id=check_id("W001"),
         )

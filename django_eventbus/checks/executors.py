@@ -88,7 +88,7 @@ def _known_backends() -> str:
 
 def _queues(names: Collection[str]) -> str:
     listed = ", ".join(repr(name) for name in sorted(names))
-    return f"the queues {listed}" if names else "any queue"
+    return f"the queue{'s' if len(names) > 1 else ''} {listed}" if names else "any queue"
 
 
 def _celery_faults(in_celery: Sequence[Handler]) -> list[CheckMessage]:
@@ -149,7 +149,8 @@ def _unknown_queues(setup: Setup, in_celery: Sequence[Handler]) -> Iterator[Chec
         if queue is None or queue in setup.queues:
             continue
         wrong = f"Celery's task_queues does not have the queue {queue!r} of {_names([each])}"
-        right = f"Choose one of {_queues(setup.queues)}, or add {queue!r} to task_queues."
+        one_of = "one of " if len(setup.queues) > 1 else ""
+        right = f"Choose {one_of}{_queues(setup.queues)}, or add {queue!r} to task_queues."
         if setup.creates_queues:
             wrong += ", so only Celery workers with the option --queues would read it."
             yield CheckWarning(wrong, hint=right, id=check_id("W306"))
@@ -179,7 +180,7 @@ def _repeated_messages(setup: Setup, in_celery: Sequence[Handler]) -> Iterator[C
 def _faults_of_own_calls(setup: Setup) -> Iterator[CheckMessage]:
     """Find missing options that affect the tasks which the project sends itself.
 
-    The messages of the bus do not need them, because the bus has its own connection.
+    The messages of the bus do not need these options, because the bus has its own connection.
     """
     if not setup.has_own_tasks:
         return
@@ -194,9 +195,9 @@ def _faults_of_own_calls(setup: Setup) -> Iterator[CheckMessage]:
         )
     if setup.missing_timeouts:
         yield CheckWarning(
-            "A task.delay() of the project may wait for the broker without end, because Celery has "
-            f"no {' and no '.join(setup.missing_timeouts)}. The messages of the bus always have "
-            "timeouts.",
+            "A task.delay() of the project may wait for the broker forever, because the "
+            f"configuration of Celery has no {' and no '.join(setup.missing_timeouts)}. The "
+            "messages of the bus always have timeouts.",
             hint="Set these options to a number of seconds, such as 10. If the project calls all "
             "tasks with delay_durably(), silence this check.",
             id=check_id("W304"),

@@ -61,7 +61,7 @@ class AtomicHandlers:
                 # The locks or the snapshot of earlier events of the group may have caused the
                 # conflict: a deadlock, a serialization failure or a lock wait timeout. So all
                 # events of the group are run again, each in its own transaction.
-                raise GroupLostError("a handler lost against another transaction") from error
+                raise GroupLostError("a handler had a conflict with another transaction") from error
             charged = group.undo(error)
             self.charge(run, handler, charged, time.monotonic() - started)
         else:

@@ -1,8 +1,9 @@
 """Enforce the deadlines of handlers.
 
 A watchdog thread interrupts a handler that runs past its deadline. Some code cannot be interrupted:
-C code that keeps the GIL, or a system call in a thread. The supervisor therefore reads the
-deadlines from shared memory (``Board``), and kills a process that does not enforce them.
+C code that keeps the GIL, or a system call in a thread other than the main thread. The supervisor
+therefore reads the deadlines from shared memory (``Board``), and kills a process that does not
+enforce them.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class Watch:
         It is unknown whether the last HandlerTimeout is still pending. So this method sends another
         HandlerTimeout, which replaces a pending one, and suppresses it. The alternative
         PyThreadState_SetAsyncExc(ident, NULL) leaves the interpreter's flag for asynchronous
-        exceptions set. With that flag, CPython 3.11 loops for ever when it calls a traced function
+        exceptions set. With that flag, CPython 3.11 loops forever when it calls a traced function
         (coverage, debuggers).
         """
         with contextlib.suppress(HandlerTimeout):

@@ -37,7 +37,7 @@ RETRY_AFTER = 10.0
 
 
 class HandOffSender:
-    """Sends the hand-offs of one thread. If the broker is unavailable, the events are held."""
+    """Sends the messages for one thread. If the broker is unavailable, the events are held."""
 
     def __init__(
         self, settler: Settler, controls: FlowControls, report: Callable[[], None]
@@ -71,8 +71,9 @@ class HandOffSender:
     def _wait_after(self, executor: Executor, handler: str, error: Exception) -> Wait:
         """Record the error; return the wait of the events whose message could not be sent.
 
-        If the broker is unavailable, the flow control of the executor holds all events for it.
-        After any other error, only these events wait: the broker may accept other messages.
+        If the broker is unavailable, the flow control of the executor holds all events for this
+        executor. After any other error, only the unsent events wait: the broker may accept other
+        messages.
         """
         known, is_refused = self.controls.snapshot, isinstance(error, MessageRefusedError)
         if isinstance(error, BrokerUnavailableError) and not is_refused:

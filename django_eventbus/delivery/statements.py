@@ -68,7 +68,10 @@ _remembered = lru_cache(maxsize=500)(_effects)
 
 
 def _statements(text: str, *, mysql_syntax: bool) -> Iterator[str]:
-    """Yield the statements of a text in lower case, without comments and the contents of quotes."""
+    """Yield the statements of a text, without comments and the contents of quotes.
+
+    The text must be in lower case already.
+    """
     parts = (part.strip() for part in _without_quotes(text, mysql_syntax).split(";"))
     for part in parts:
         if _HAS_BODY.match(part):

@@ -34,9 +34,9 @@ class Announcement:
     def announce(self, row_id: int | None) -> None:
         """Announce the next suspect of this thread; None means that there is no further suspect.
 
-        The announcement of a suspect remains until the next suspect is announced. If it were
-        removed earlier, a crash between two suspects could charge all events of the worker that are
-        not suspects.
+        The announcement of a suspect remains until the next suspect is announced. Without an
+        announcement, a crash between two suspects would make recovery charge every claimed event
+        that is not a suspect (see ``Recovery._release_claims``).
         """
         if row_id == self._announced:
             return

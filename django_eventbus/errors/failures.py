@@ -30,7 +30,7 @@ def describe(error: BaseException, *, handler: str, attempt: int, at: datetime) 
     """Return the record of one failed attempt. Raises only HandlerTimeout."""
     for each in chain(error):
         # Call __str__ before the traceback module calls it. If __str__ hangs, the deadline raises
-        # HandlerTimeout, which the traceback module would swallow.
+        # HandlerTimeout, which the traceback module would suppress.
         message(each)
     most = settings.MAX_ERROR_BYTES
     return {

@@ -37,9 +37,10 @@ class HandOffs:
         return bool(self._room)
 
     def choose(self, run: EventRun) -> None:
-        """Hand the event off to its first handler that may run, and hold the other handlers.
+        """Hand the event off for the first handler that may run, and hold the handlers before it.
 
         Only one handler at a time can be handed off, because only one process can claim the event.
+        The handlers after it are handed off later, when the event returns to an event worker.
         """
         while run.elsewhere:
             handler = run.elsewhere[0]

@@ -85,7 +85,10 @@ class Broker:
             send()
             return
         if not self._lock.acquire(timeout=TURN_PATIENCE):
-            raise BrokerUnavailableError("Celery's broker is too slow", retry_in=FIRST_WAIT)
+            raise BrokerUnavailableError(
+                f"other threads used the connection to Celery's broker for {TURN_PATIENCE:g} s",
+                retry_in=FIRST_WAIT,
+            )
         try:
             self._send(send)
         finally:

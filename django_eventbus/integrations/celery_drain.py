@@ -1,8 +1,9 @@
-"""Handle events in Celery tasks instead of ``run_event_worker``.
+"""Handle events in a Celery task, for projects that do not run ``run_event_worker``.
 
-The task ``django_eventbus.drain`` handles the events that are ready, up to a number of events and
-seconds. After a commit, the publishing process asks Celery to run the task. A request may be lost,
-and events may become ready later, so Celery's beat has to run the task regularly too.
+The task ``django_eventbus.drain`` handles the events that are ready, up to a maximum number of
+events and seconds. After a commit, the publishing process requests a run of the task from Celery. A
+request may be lost, and delayed events become ready without a request, so Celery's beat must also
+run the task regularly.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ class Requests:
             )
         except Exception as error:
             logger.warning(
-                "the request to Celery to handle events was not sent; the next run of beat handles "
-                "them: %s",
+                "could not ask Celery to handle new events; the next task that Celery's beat "
+                "starts will handle them: %s",
                 failures.in_a_line(error),
             )
 

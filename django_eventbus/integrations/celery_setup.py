@@ -36,11 +36,12 @@ class Setup(NamedTuple):
     has_own_tasks: bool
     #: Whether RabbitMQ is the broker and does not confirm the tasks that the project sends.
     is_unconfirmed: bool
-    #: The options that are not set and would limit how long the project waits for the broker.
+    #: The options that would limit how long the project waits for the broker, but are not set.
     missing_timeouts: tuple[str, ...]
     #: Seconds after which Redis delivers a message again while its task runs; None if it does not.
     redelivers_after: float | None
-    #: The names of the queues in ``task_queues``; None if any queue may be used.
+    #: The names of Celery's declared queues; None if ``task_queues`` is not set and Celery creates
+    #: missing queues.
     queues: Collection[str] | None
     #: Whether Celery creates a queue that is not in ``task_queues``.
     creates_queues: bool
@@ -92,8 +93,8 @@ def _has_tasks_of_the_bus(app: Any) -> bool:
 def _discoveries(app: Any) -> Iterator[bool]:
     """For each call of ``app.autodiscover_tasks()``, yield whether it finds the tasks of the bus.
 
-    If the arguments of a call have an unknown form, it yields True, so that a new version of Celery
-    causes no wrong warning.
+    If the arguments of a call have an unknown form, the function yields True, so that a new version
+    of Celery causes no wrong warning.
     """
     for _, receiver in signals.import_modules.receivers:
         if getattr(getattr(receiver, "fun", None), "__self__", None) == app:

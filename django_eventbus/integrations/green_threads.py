@@ -1,7 +1,7 @@
 """Refuse processes whose threads are green threads of gevent or eventlet.
 
-Such a process cannot renew its registration while a handler computes, and the interruption of a
-handler at its deadline could hit another task.
+Such a process cannot renew its registration while a handler computes. And the exception that
+interrupts a handler at its deadline could be raised in another green thread.
 """
 
 from __future__ import annotations

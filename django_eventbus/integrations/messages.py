@@ -1,7 +1,9 @@
 """The messages of hand-offs as JSON, and their delivery in a process of another executor.
 
-A message has only row ids and a token. The database has the events, so a message that is lost,
-late or repeated has no effect on them.
+A message contains the alias of the database, the queue, the handler, a token and row ids, but no
+data of the events. If a message is lost, its events are handed off again after HANDOFF_DEADLINE. A
+repeated message, or a message that arrives after its events were handed off again, is ignored,
+because its token claims no event.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def _parsed(content: dict[str, Any]) -> Message:
         )
     using, queue, handler, token, rows = (content[name] for name in Message._fields)
     if not all(isinstance(each, str) for each in (using, queue, handler, token)):
-        raise EventBusError("using, queue, handler and token must be texts")
+        raise EventBusError("using, queue, handler and token must be strings")
     if not _are_rows(rows):
         raise EventBusError(f"rows must be a list of 1 to {LARGEST_BATCH} row ids")
     if using not in connections or not router.allow_migrate_model(using, QueuedEvent):

@@ -25,7 +25,8 @@ Values = dict[str, Any]
 #: An event type and its payload.
 Item = tuple[str, Values]
 
-#: The default key. It is different for each row, so the events of one row are handled in order.
+#: The default key: one key per row. All events of a row have the same key, so they are handled in
+#: order.
 PER_ROW = "<model>:{pk}"
 CHANGED = "changed"
 READ_CHUNK = 500
@@ -43,8 +44,8 @@ class Key:
         for text, name, spec, conversion in Formatter().parse(template):
             if spec or conversion or name == "":
                 raise BridgeError(
-                    f"the key {template!r} may only contain {{names}} in braces, without format or "
-                    "conversion: 'order:{pk}'"
+                    f"the key {template!r} has an invalid placeholder: write the name of a value "
+                    "in braces, without format or conversion, such as 'order:{pk}'"
                 )
             self.pieces.append((text, name))
 
@@ -156,7 +157,7 @@ class ModelEvents:
         return found
 
     def rows(self, using: str) -> QuerySet[Any]:
-        """Return all rows. This does not use a manager of the model, because it may hide rows."""
+        """Return all rows. A manager of the model is not used, because a manager may hide rows."""
         return QuerySet(self.model, using=using)
 
     def values_of(self, rows: QuerySet[Any]) -> dict[Any, Values]:

@@ -29,7 +29,7 @@ def send(executor: TaskExecutor, message: Message, expires: float) -> None:
 
 
 def task_of(executor: TaskExecutor) -> Any:
-    """Return the task with the options of the executor. The backend may refuse them."""
+    """Return the task with the options of the executor. The backend may refuse the options."""
     return deliver.using(
         backend=executor.backend, queue_name=executor.queue_name, priority=executor.priority
     )

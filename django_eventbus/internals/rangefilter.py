@@ -16,7 +16,10 @@ class _Hooks:
         """Change the form fields of the lower and the upper bound."""
 
     def adapt_bounds(self, bounds: dict[str, Any]) -> dict[str, Any]:
-        """Return the lookups to filter by; ``bounds`` has the lookups that the library made."""
+        """Return the conditions of the filter: lookups, such as ``created_at__gte``, and values.
+
+        ``bounds`` contains the conditions that the library computed from the form.
+        """
         return bounds
 
     def _get_form_fields(self) -> Any:

@@ -25,9 +25,9 @@ QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS = (
     )
 )
 
-# Half-filled pages leave room for HOT updates, which claims depend on. All rows of the queue are
-# replaced all day. Autovacuum therefore runs by number of rows and without pauses, and does not
-# truncate the table, because that takes an exclusive lock.
+# Pages that are not full leave room for HOT updates, which make claims fast. Workers insert, update
+# and delete rows of the queue all the time. Autovacuum therefore starts after a number of changed
+# rows, runs without pauses, and does not truncate the table, because that takes an exclusive lock.
 POSTGRESQL = (
     f"ALTER TABLE {QUEUE} SET (fillfactor = 40, autovacuum_vacuum_scale_factor = 0.0, "
     "autovacuum_vacuum_threshold = 10000, autovacuum_vacuum_cost_delay = 0, "
@@ -37,15 +37,15 @@ POSTGRESQL = (
     "vacuum_truncate = off)",
     f"ALTER TABLE {WORKER} SET (fillfactor = 50)",
     f"ALTER TABLE {FLOW_CONTROL} SET (fillfactor = 50)",
-    # The admin searches dead letters by key or by the beginning of their type. Other databases
-    # cannot use both indexes at once, and without partial indexes every completed event would be
-    # written to them.
+    # The admin searches dead letters by key or by the beginning of their type. PostgreSQL combines
+    # both indexes in one query. Other databases do not, and on a database without partial indexes
+    # every completed event would be written to both indexes.
     f"CREATE INDEX eventbus_log_dead_key ON {LOG} (namespace, key) "
     "WHERE NOT status = 'COMPLETED' AND key IS NOT NULL",
     f"CREATE INDEX eventbus_log_dead_type ON {LOG} (namespace, type varchar_pattern_ops) "
     "WHERE NOT status = 'COMPLETED'",
 )
-# The usual collations treat "A" and "a" as equal.
+# A binary collation distinguishes "A" and "a". The default collations treat them as equal.
 MYSQL = tuple(
     f"ALTER TABLE {table} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
     for table in (QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS)
@@ -436,7 +436,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 "verbose_name": "flow control",
-                "verbose_name_plural": "flow control",
+                "verbose_name_plural": "flow controls",
                 "permissions": (
                     (
                         "pause_flowcontrol",

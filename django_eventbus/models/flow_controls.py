@@ -50,7 +50,7 @@ class FlowControl(models.Model):
     class Meta:
         default_permissions = ("view",)
         verbose_name = _("flow control")
-        verbose_name_plural = _("flow control")
+        verbose_name_plural = _("flow controls")
         permissions = (
             ("pause_flowcontrol", "Can pause and resume, release lanes and reset circuit breakers"),
         )

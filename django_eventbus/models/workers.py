@@ -23,8 +23,8 @@ class EventWorker(models.Model):
     started_at = models.DateTimeField(_("started at"), db_default=DatabaseNow())
     renewed_at = models.DateTimeField(_("renewed at"), db_default=DatabaseNow())
     expires_at = models.DateTimeField(_("expires at"))
-    # Row ids of events that the worker is running alone, because an earlier claim on them was lost.
-    # If the worker dies, these events are charged.
+    # Row ids of events that the worker runs alone, because an earlier claim of the event ended
+    # without a result. If the worker dies, these events are charged.
     suspects = models.JSONField(_("suspects"), default=list)
     # The patterns of event types of each handler, by the name of the handler. NULL until the worker
     # has started. Other workers read ``handlers_digest`` once a second, and read ``handlers`` only

@@ -1,4 +1,4 @@
-"""The handlers that a process runs: those without an executor, or those of one executor."""
+"""The handlers that a process runs: all, those without an executor, or those of one executor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Assignment:
     is_every: bool = False
     #: The executor whose handlers the process calls; None for the handlers without an executor.
     executor: Executor | None = None
-    #: The name of the process, for the page of the event.
+    #: The name of the process, such as "celery web1:4711"; empty for an event worker. The admin
+    #: shows it on the page of an event whose handler this process has called.
     by: str = ""
 
     def includes(self, handler: Handler) -> bool:

@@ -48,8 +48,8 @@ NO_HANDLER = "(no handler)"
 ALL_HANDLERS = "(all handlers)"
 #: The longest time, in seconds, that an executor has to claim an event.
 LONGEST_DEADLINE = 3600.0
-#: Seconds in addition to twice the deadline within which an event worker usually finds an event
-#: whose deadline has passed.
+#: An event worker usually finds an event whose hand-off deadline has passed within twice the
+#: deadline plus this number of seconds.
 LATE_AT_MOST = 10.0
 
 
@@ -106,7 +106,8 @@ class EventRun:
                 # The event had no handler at an earlier attempt, but has a handler now.
                 self.states.pop(NO_HANDLER, None)
             self._select_due_handlers()
-        #: Due handlers that other processes run, and the one to which the event is handed off.
+        #: ``elsewhere`` contains the due handlers that other processes run. ``hand_off`` is the
+        #: hand-off to one of these handlers, if there is one.
         self.elsewhere: list[Handler] = []
         self.hand_off: HandOff | None = None
         if not assignment.is_every and (handlers.has_executors or assignment.executor):
@@ -291,7 +292,10 @@ class EventRun:
         return states, failures.bounded(errors)
 
     def _hand_off_of(self, handler: str) -> State:
-        """Return when and to whom a delivery was handed off, for the page of the event."""
+        """Return when a delivery was handed off, and when and by which process it was claimed.
+
+        The admin shows these values on the page of the event.
+        """
         before = self.states.get(handler)
         if before is None or before["state"] != HANDED_OFF:
             return {}
@@ -299,7 +303,11 @@ class EventRun:
         return {"handed_off_at": before["at"], "picked_up_at": picked_up, "by": self.assignment.by}
 
     def _ends(self, outcomes: list[Outcome]) -> list[datetime]:
-        """Return the end time of each call: calls ran in sequence, and the last call ended now."""
+        """Return the end time of each call.
+
+        The time of a failed call is in its error record. The other times are computed as if the
+        calls had run in sequence and the last call had ended now.
+        """
         ends: list[datetime] = []
         end = self.event.database_now()
         for each in reversed(outcomes):

@@ -34,11 +34,11 @@ def once_per(key: Key, *, keep: timedelta | None = None) -> Callable[[F], F]:
         def book(event): ...
 
     ``key`` is the path of the idempotency key in the event, or a function that takes the event and
-    returns the idempotency key. The idempotency key is stored for this handler, for ever or for the
-    time of ``keep``. It is stored in the transaction of an atomic handler, so the handler takes
-    effect exactly once. With ``atomic=False``, it is stored after the handler has returned. Such a
-    handler runs twice if its process dies before the key is stored, or if two events with the same
-    idempotency key run at the same time.
+    returns the idempotency key. The idempotency key is stored for this handler, forever or for the
+    time of ``keep``. For an atomic handler, the key is stored in the handler's transaction, so the
+    handler takes effect exactly once. With ``atomic=False``, the key is stored after the handler
+    has returned. Such a handler runs twice if its process dies before the key is stored, or if two
+    events with the same idempotency key run at the same time.
     """
     _check_key(key)
     if keep is not None and not (isinstance(keep, timedelta) and keep > timedelta(0)):
@@ -46,7 +46,10 @@ def once_per(key: Key, *, keep: timedelta | None = None) -> Callable[[F], F]:
 
     def decorate(func: F) -> F:
         if any(each.func is func for each in registry.all()):
-            raise EventBusError(f"put @once_per below @handler, above {func.__qualname__}")
+            raise EventBusError(
+                f"@once_per is above @handler, so it has no effect on {func.__qualname__}: "
+                "put @once_per below @handler"
+            )
         wrap = _async_once if iscoroutinefunction(func) else _once
         return cast(F, wrap(func, key, keep))
 

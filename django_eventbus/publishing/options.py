@@ -83,7 +83,9 @@ class Options:
             hint = did_you_mean(str(self.on_duplicate), ON_DUPLICATE)
             raise InvalidPayloadError(f"on_duplicate cannot be {self.on_duplicate!r}{hint}")
         if not self.has_identity:
-            raise InvalidPayloadError("on_duplicate needs a dedup_key or an event_id")
+            raise InvalidPayloadError(
+                "on_duplicate needs a dedup_key or an event_id, and dedup_for needs a dedup_key"
+            )
         if self.dedup_for is None:
             return
         if self.dedup_key is None:

@@ -88,7 +88,7 @@ def count_published(connection: BaseDatabaseWrapper, many: int) -> None:
         raise BackpressureError(
             f"this transaction has published {published.count:,} events and would publish {many:,} "
             f"more: EVENTBUS['MAX_EVENTS_PER_TRANSACTION'] allows {most:,}; commit earlier, or "
-            "raise the setting"
+            "increase the setting"
         )
     published.count += many
 

@@ -103,7 +103,7 @@ def _size(value: object, depth: int) -> int:
         return _encoded_size(value)
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
-    raise _UnfitError(f"is a {name}, which JSON cannot represent")
+    raise _UnfitError(f"has the type {name}, which JSON cannot represent")
 
 
 def _object_size(value: dict[Any, Any], depth: int) -> int:

@@ -105,8 +105,10 @@ def _about_lanes(status: Status) -> Iterator[Problem]:
     blocked = status.depths["blocked_lanes"].total
     if blocked:
         text = ngettext(
-            "%(count)s key is blocked by a dead letter: retry or purge it, or release its lane.",
-            "%(count)s keys are blocked by dead letters: retry or purge them, or release lanes.",
+            "%(count)s key is blocked by a dead letter: retry or purge the dead letter, or release "
+            "the lane.",
+            "%(count)s keys are blocked by dead letters: retry or purge the dead letters, or "
+            "release the lanes.",
             blocked,
         )
         yield Problem(about="lanes", text=text % {"count": shown_count(blocked)})
@@ -131,8 +133,8 @@ def _about_executors(status: Status) -> Iterator[Problem]:
     for each in status.unavailable_executors:
         assert each.unavailable_since is not None
         text = _(
-            "The broker of %(executor)s has been unavailable for %(time)s, "
-            "next attempt in %(wait)s (events and keys held: %(count)s)."
+            "The broker of %(executor)s has been unavailable for %(time)s, next attempt in "
+            "%(wait)s. Held events: %(count)s (all events of a key count as one)."
         )
         facts = {
             "executor": one_line(each.name),
@@ -157,7 +159,8 @@ def _about_executors(status: Status) -> Iterator[Problem]:
     if (status.living or _drains_in_celery()) and waited > LATE:
         text = _(
             "The oldest handed-off event has been waiting for %(time)s: "
-            "check that workers of %(executors)s are running and read the queue of its message."
+            "check that workers of %(executors)s are running and read the queue to which its "
+            "message was sent."
         )
         names = ", ".join(each.name for each in status.executors) or _("its executor")
         yield Problem(about="queue", text=text % {"time": in_words(waited), "executors": names})
@@ -178,9 +181,9 @@ def _about_pauses(status: Status) -> Iterator[Problem]:
 
 def _paused(status: Status, control: FlowControl) -> str:
     assert control.paused_at is not None
-    text = _("The %(kind)s %(name)s has been paused for %(time)s by %(who)s.")
+    text = _("The %(kind)s %(name)s was paused %(time)s ago by %(who)s.")
     if control.reason:
-        text = _("The %(kind)s %(name)s has been paused for %(time)s by %(who)s: %(reason)s")
+        text = _("The %(kind)s %(name)s was paused %(time)s ago by %(who)s: %(reason)s")
     return text % {
         "kind": str(FlowControlKind(control.kind).label),
         "name": one_line(control.name),

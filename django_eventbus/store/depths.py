@@ -101,8 +101,8 @@ class Depths(Rows):
     def _between(rows: QuerySet[Any], column: str, value: Any) -> QuerySet[Any]:
         """Return the rows with this value, by a range.
 
-        With an equality condition, the primary key would also have the requested order, and
-        PostgreSQL might scan it instead of the index on the column.
+        With an equality condition, a scan of the primary key would also return the rows in the
+        requested order, and PostgreSQL might choose that scan instead of the index on the column.
         """
         return rows.filter(**{f"{column}__gte": value, f"{column}__lte": value})
 

@@ -92,9 +92,9 @@ class FlowControls(Rows):
         return found
 
     def _remove_dead_workers(self, controls: Collection[FlowControl]) -> None:
-        """Remove slots and probes of workers that are not registered, because these run no handler.
+        """Remove slots and probes of workers that are not registered: they run no handler any more.
 
-        This changes the given objects, not the rows in the database.
+        This method changes the given objects, not the rows in the database.
         """
         alive = self._alive(
             holder for each in controls for holder in (*each.running, each.probe_by) if holder
@@ -124,10 +124,10 @@ class FlowControls(Rows):
 
     @retried
     def release_held(self, flow_control_id: int, *, limit: int, queues: Collection[str]) -> int:
-        """Make events and lanes ready that this flow control holds.
+        """Make the events and lanes ready that this flow control holds.
 
-        ``limit`` is the maximum number of events, and the maximum number of lanes per queue. Return
-        how many events and lanes were made ready.
+        ``limit`` is the maximum number of events, and the maximum number of lanes of each queue.
+        Return how many events and lanes were made ready.
         """
         with self.atomic():
             held = self.queued.order_by("namespace", "held_by", "id")
@@ -145,9 +145,9 @@ class FlowControls(Rows):
         return lanes.order_by("namespace", "queue", "ready_at", "held_by")
 
     def _lock_held(self, rows: QuerySet[Any], flow_control_id: int, limit: int) -> list[int]:
-        # The id of the flow control is passed as a range. With an equality condition, the primary
-        # key would also have the requested order. PostgreSQL might then scan the primary key
-        # instead of the index on held_by.
+        # The id of the flow control is passed as a range. With an equality condition, a scan of the
+        # primary key would also return the rows in the requested order, and PostgreSQL might choose
+        # that scan instead of the index on held_by.
         held = rows.filter(held_by__gte=flow_control_id, held_by__lte=flow_control_id)
         return list(self.locked(held).values_list("id", flat=True)[:limit])
 

@@ -59,9 +59,10 @@ class HandingOff(Claiming):
     ) -> HandedOffClaim:
         """Claim events of a message, except events that were claimed or handed off again.
 
-        Other events that were handed off to these handlers, and whose last claim was lost, are
-        claimed too. Otherwise they would wait until all older messages in the broker are processed.
-        ``limit`` applies to the events of the message, ``limit_of_others`` to the other events.
+        Events of other messages to these handlers are claimed too, if an earlier claim of the event
+        ended without a result (a crash or an interruption). Otherwise these events would wait until
+        all older messages in the broker are processed. ``limit`` applies to the events of the
+        message, ``limit_of_others`` to the other events.
         """
         interrupted = Q(crashes__gt=0) | Q(interruptions__gt=0)
         claim = self._new_claim(queue, worker_id, None)
@@ -124,7 +125,10 @@ class HandingOff(Claiming):
 
     @retried
     def take_back_handed_off(self, rows: Collection[int], *, token: uuid.UUID, wait: Wait) -> int:
-        """Return events to the queue, where they wait, because their message could not be sent."""
+        """Return events to the queue, because their message could not be sent; return how many.
+
+        The events can be claimed again after ``wait``.
+        """
         with self.atomic():
             unsent = self.queued.filter(
                 id__in=list(rows), claim_token=token, status=QueuedStatus.PENDING

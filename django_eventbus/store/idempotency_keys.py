@@ -12,8 +12,9 @@ from django_eventbus.models import IdempotencyKey
 from django_eventbus.store.rows import Rows, retried
 
 DELETE_CHUNK = 1000
-#: How many times ``add_key`` tries to store a key. One try is not enough, because the key of
-#: another transaction may be rolled back or expire between the read and the write.
+#: How many times ``add_key`` tries to store a key. A try fails if another transaction commits the
+#: same key, or changes or deletes the row of the expired key, between the read and the write. The
+#: next try then reads the key again.
 ATTEMPTS = 3
 
 #: The scope of ``dedup_key``. The scope of a handler is its name, which is never empty.
@@ -33,8 +34,8 @@ class IdempotencyKeys(Rows):
     ) -> IdempotencyKey | None:
         """Store a key and return None; if the key exists already, return the existing key.
 
-        The key is kept for the time of ``keep``, or for ever if this is None. The method waits for
-        another transaction that has stored the key and has not committed yet.
+        The key is kept for the time of ``keep``, or forever if ``keep`` is None. If another
+        transaction has stored the key and has not committed yet, the method waits for its end.
         """
         expires_at = None if keep is None else self.after(keep.total_seconds())
         # On MariaDB a refused INSERT leaves a shared lock, and two transactions with this lock

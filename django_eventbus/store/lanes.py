@@ -56,7 +56,7 @@ class Lanes(Rows):
         """Return the subset of the locked lanes that are really empty.
 
         This transaction has locked the lanes and sees no event in them. A lane must not be deleted
-        while it has an event, because that event would wait for ever. A store whose snapshot may
+        while it has an event, because that event would wait forever. A store whose snapshot may
         hide events overrides this method.
         """
         return lanes

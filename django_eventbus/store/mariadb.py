@@ -163,7 +163,9 @@ class MariaDBStore(Store):
         return self._reads_committed() or getattr(self._transaction, "is_ours", False)
 
     def _lock_name(self, name: str) -> None:
-        """Lock the row of this name until the transaction ends, which GET_LOCK cannot do.
+        """Lock a name until the transaction ends, by the lock of a row that stands for the name.
+
+        GET_LOCK is not used, because the end of a transaction does not release its locks.
 
         The update on conflict takes an exclusive lock from the start: two transactions that first
         took a shared lock would deadlock. The row id is derived from the name, so the conflict is

@@ -46,7 +46,7 @@ _UNLIMITED = NewEvent._fields[:-1]
 
 @dataclass(slots=True)
 class _Floor:
-    """The position in the index of ready events at which claims start to read.
+    """The position in the index of ready events at which claims start to read (see ABOVE_FLOOR).
 
     Once per SWEEP_EVERY seconds, a claim reads from the start of the index instead.
     """
@@ -262,8 +262,9 @@ class PostgreSQLStore(SettlingEachRow, Notifying):
     def _claim_keyed(self, claim: Claim, limit: int) -> list[ClaimedEvent]:
         """Claim runs of events from ready lanes.
 
-        A lane without an event to claim is released, or deleted if it is empty. If no lane had an
-        event to claim, these lanes become ready after LOCKED_WAIT, and the next lanes are tried.
+        A lane of which no event was claimed is released, or deleted if it is empty. A released lane
+        is ready at once if the claim reached its limit, otherwise after LOCKED_WAIT. If no event
+        was claimed, the next ready lanes are tried.
         """
         wanted = math.ceil(limit / self._run_length.get(claim.queue, RUN_LENGTH))
         params = {**self._params_of(claim), "lanes": wanted}
@@ -373,7 +374,12 @@ class PostgreSQLStore(SettlingEachRow, Notifying):
         self._floors[queue] = _Floor(lowest, first, swept_at)
 
     def renew(self, worker_ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
-        """Renew registrations in one round trip: they may expire during a second round trip."""
+        """Renew the registrations and return their ids with one statement, UPDATE … RETURNING.
+
+        The base class needs a second query for the ids. On a very slow connection, a registration
+        may expire before the reply to that query arrives, and the supervisor would kill the worker
+        process (see ``Child.outlived``).
+        """
         if self.clock is not None:
             return super().renew(worker_ids)
         with self.connection.cursor() as cursor:

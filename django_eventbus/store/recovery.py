@@ -170,7 +170,8 @@ class Recovery(Lanes):
     def interrupt_claim(self, token: uuid.UUID, *, error: dict[str, Any]) -> int:
         """Release the remaining events of a claim after an error of the batch, not of one event.
 
-        This waits for locked rows, because no later release would find a row that is skipped.
+        The method waits for locked rows. The worker stays registered, so no recovery would release
+        a row that is skipped here.
         """
         with self.atomic():
             return self._release_claims(

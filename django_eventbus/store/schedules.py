@@ -98,7 +98,8 @@ class Schedules(Rows):
 
         All of this is one transaction: if the worker dies before the commit, another worker fires
         the ticks. Rows that another worker has locked, and rows for which ``fire`` returns None,
-        stay unchanged. Return the number of changed rows.
+        stay unchanged. With ``only_due=False``, ``fire`` is also called for rows that are not due.
+        Return the number of changed rows.
         """
         with self.atomic():
             rows = self.schedules.filter(id__in=list(ids))

@@ -78,7 +78,7 @@ class _Kind:
 
     @property
     def hand_off(self) -> HandOff | None:
-        """The delivery that another executor has to make; None if there is none."""
+        """The delivery that is handed off to another executor; None if none is handed off."""
         return None
 
     @property
@@ -156,11 +156,11 @@ class Finished(_Kind):
 
 
 class HandOff(NamedTuple):
-    """The handler that another executor has to run, and the token of the message to it."""
+    """The handler that another executor has to run, and the token of the message about it."""
 
     handler: str
     token: uuid.UUID
-    #: The time that the executor has to claim the event.
+    #: The seconds within which the executor has to claim the event.
     seconds: float
 
 

@@ -40,8 +40,8 @@ _WRITE = f"UPDATE {_QUEUE} SET deliveries = %s, errors = %s"
 _OURS = " WHERE id = %s AND claim_token = %s"
 _WRITE_DELIVERIES = _WRITE + _OURS
 # For an event in a lane, the wait is stored in the lane, when the worker releases the lane.
-# An event that is handed off keeps a token, with which the other executor claims it. Its claim by
-# this worker counts as no attempt.
+# A handed-off event gets a new claim token, with which the other executor claims it. The claim by
+# this worker does not count as an attempt, so ``attempts`` is decremented.
 _POSTPONE = f"""{_WRITE}, status = 'PENDING', claimed_by = NULL, processing_started_at = NULL,
     available_at = CASE WHEN lane_id IS NULL THEN %s END,
     held_by = CASE WHEN lane_id IS NULL THEN %s END,

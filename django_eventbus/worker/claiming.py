@@ -253,7 +253,8 @@ class ClaimAhead:
             return None
         batch = claiming.result()
         if batch is None:
-            # The claim may have found no event because the last batch still owned its lanes then.
+            # The claim may have found no event, because the previous batch still owned the lanes of
+            # the waiting events.
             self._claims.expect_events()
         return batch
 
@@ -272,7 +273,7 @@ class ClaimAhead:
         if old is not None and is_old and not self._releasing:
             self._releasing = True
             # Release only this claim. A later claim may be queued behind this release in the
-            # executor. If the release waited for that claim, both would wait for ever.
+            # executor. If the release waited for that claim, both would wait forever.
             self._executor.submit(self.release, old)
 
     def release(self, only: Future[ClaimedBatch | None] | None = None) -> None:

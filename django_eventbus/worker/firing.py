@@ -93,7 +93,7 @@ class Scheduler:
         return not self._synchronized or is_late or (tick is not None and now >= self._review_at)
 
     def expect(self, tick: float | None) -> None:
-        """Record the result of a query: no schedule is due for ``tick`` seconds."""
+        """Record the result of a query: the next tick is in ``tick`` seconds, or unknown (None)."""
         now = time.monotonic()
         self._query_at = now
         self._next_at = min([now + (NO_TICK if tick is None else tick), *self._retry_at.values()])
@@ -147,7 +147,7 @@ class Scheduler:
                 return sum(self._fire([row_id], until) for row_id in due)
             self._retry_at[due[0]] = time.monotonic() + RETRY_FAILED_EVERY
             logger.error(
-                "schedule %s failed, retrying in a minute: %s",
+                "the schedule with the row id %s failed, retrying in a minute: %s",
                 due[0],
                 failures.in_a_line(error),
             )

@@ -33,16 +33,16 @@ from django_eventbus.worker.worker import Worker, leave_pools
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between the attempts to deliver a message during a database outage. Without them, Celery
-#: would take all messages from the broker during a short outage, and lose them.
+#: Seconds between the attempts to deliver a message during a database outage. Without these
+#: attempts, every message that Celery takes from the broker during a short outage would be lost.
 OUTAGE_WAITS = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
 
 def deliver_message(message: Message, *, executor: str) -> Tally:
     """Claim the events of a message, and deliver them to the handlers of the executor.
 
-    Events that another process has claimed or settled meanwhile are left out, so a message may
-    arrive late, twice or never.
+    Events that another process has claimed or settled meanwhile are left out, so a late or repeated
+    message has no effect.
     """
     store = store_for(message.using)
     handler = registry.get(message.handler)
@@ -99,7 +99,7 @@ def _log_evicted(message: Message) -> None:
 
 
 def _ignore(store: Store, worker: Worker, message: Message) -> None:
-    """Log and count a message that claims no event. Most of them are late or repeated."""
+    """Log and count a message that claims no event. Most such messages are late or repeated."""
     logger.info(
         "a message for the handler %s was ignored: all its events (%d) were already claimed, "
         "handed off again or settled",
@@ -112,7 +112,7 @@ def _ignore(store: Store, worker: Worker, message: Message) -> None:
 def _make_room(store: Store, worker: Worker, message: Message) -> None:
     """Release events that wait for room in HANDOFF_WINDOW, and wake the event workers.
 
-    When they wake up, they also hand off the next event of each key that this process has handled.
+    The woken event workers also hand off the next event of each key that this process has handled.
     """
     known = worker.flow_controls.snapshot
     control_id = known.handler_ids.get(message.handler)
@@ -170,6 +170,6 @@ def _deliver(worker: Worker, claims: MessageClaims) -> None:
         worker.tally.add(delivered.tally)
         if delivered.outage is not None:
             raise delivered.outage
-        # Events that were not started took no time, so they say nothing about the handler.
+        # Events that were not started took no time, so they do not show the speed of the handler.
         unstarted = delivered.tally.returned + delivered.tally.held
         claims.pace.fit(batch, len(batch.events) - unstarted, delivered.seconds)

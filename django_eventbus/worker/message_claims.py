@@ -80,7 +80,7 @@ class MessageClaims:
             self.message.queue,
             rows,
             limit=limit,
-            # An interrupted event may be one of the slowest handler.
+            # The interrupted events may be events of the slowest handler, so its pace is used.
             limit_of_others=min(_pace_of(each).size for each in handlers),
             handlers=handlers,
             token=self.message.token,
@@ -101,8 +101,8 @@ class MessageClaims:
 def _pace_of(handler: str) -> Pace:
     """Return the pace of a handler in this process.
 
-    It begins with one event, because a process of another executor does not return the unstarted
-    events of a slow claim.
+    The first claim takes one event, because a process of another executor does not return the
+    unstarted events of a slow claim.
     """
     return _paces.setdefault(handler, Pace(LARGEST_BATCH, first=1))
 

@@ -110,15 +110,18 @@ def finalize(
 
 
 def _claim_one(store: Store, queue: str) -> ClaimedEvent | None:
-    """Claim one event. Its lease is a registration of its own, which ``_release`` deletes."""
+    """Claim one event, with a lease: a registration for this event only.
+
+    ``_release`` deletes the registration.
+    """
     lease = EventWorker(id=uuid7(), host=socket.gethostname()[:64], pid=os.getpid(), queues=[queue])
     store.register(lease)
     claimed = store.claim(queue, limit=1, worker_id=lease.pk)
     if not claimed:
         store.unregister(lease.pk)
         return None
-    # The lease has one event. If the lease expires, that event was running and must be charged, so
-    # it is announced as a suspect.
+    # If the lease expires, the caller died or hangs while it handled this event. The event is
+    # announced as a suspect, so that recovery charges it with a crash.
     store.suspect(lease.pk, [claimed[0].row_id])
     return claimed[0]
 
@@ -151,8 +154,8 @@ def _verdict_before(controls: FlowControls, event: ClaimedEvent) -> Settlement |
 def _settle(store: Store, event: ClaimedEvent, verdict: Settlement) -> bool:
     """Settle a polled event; return whether it was settled.
 
-    Raises UnsettleableError if the database refuses the result; then the event is set aside. A
-    duplicate of an event that has ended is deleted.
+    If the database refuses the result, the event is set aside and UnsettleableError is raised. It
+    is not raised for a duplicate of an event that has ended, which is deleted from the queue.
     """
     settler, batch = Settler(store), Batch.of([event])
     try:

@@ -56,7 +56,8 @@ class Heartbeat:
     """Renews the registration of a worker that has no supervisor.
 
     While a handler ignores its deadline, the registration is not renewed, because no supervisor
-    kills the process. So the registration expires, and other workers recover the events.
+    kills the process. So the registration expires, and other workers recover all events of this
+    worker.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -81,8 +82,12 @@ class Heartbeat:
             connections.close_all()
 
     def _beat(self) -> None:
-        if self._handler_is_stuck():
-            logger.error("a handler ignores its deadline; other workers will recover its events")
+        if handler := self._stuck_handler():
+            logger.error(
+                "the handler %s ignores its deadline, so this worker no longer renews its "
+                "registration; other workers will recover all events of this worker",
+                handler,
+            )
             return
         store = store_for(self.worker.options.using, clock=self.worker.clock)
         try:
@@ -93,6 +98,9 @@ class Heartbeat:
             logger.warning("could not renew the registration: %s", failures.in_a_line(error))
             store.connection.close()
 
-    def _handler_is_stuck(self) -> bool:
-        running = self.worker.board.running()
-        return any(time.monotonic() > deadline + STUCK_AFTER for _, deadline, _ in running)
+    def _stuck_handler(self) -> str | None:
+        """Return the name of a handler that still runs long after its deadline, or None."""
+        for _, deadline, handler in self.worker.board.running():
+            if time.monotonic() > deadline + STUCK_AFTER:
+                return handler
+        return None

@@ -172,7 +172,10 @@ class Supervisor:
             self._stop_by = time.monotonic() + settings.SHUTDOWN_TIMEOUT
             for each in self.children:
                 each.process.terminate()
-            self.say("Stopping: running handlers may finish. Signal again to stop immediately.")
+            self.say(
+                "Stopping: running handlers may finish. "
+                "Send the signal again (or press Ctrl-C again) to stop immediately."
+            )
         elif self._signals > 1 or time.monotonic() > self._stop_by:
             for each in self.children:
                 self._kill(each, "interrupted by a forced shutdown")
@@ -286,7 +289,7 @@ class Supervisor:
             if each.verdict:
                 continue
             if each.registration.pk in self._evicted:
-                verdict = "another worker has removed the registration of this one"
+                verdict = "another worker has removed the registration of this worker"
             elif each.outlived():
                 verdict = "the worker's registration could not be renewed in time"
             elif each.stuck():

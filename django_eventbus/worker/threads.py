@@ -103,7 +103,8 @@ class Delivery:
             if is_outage(error):
                 raise
             logger.error(
-                "delivering a batch failed, running its events one by one: %s",
+                "delivery of a batch failed; its events are returned to the queue and will run one "
+                "by one: %s",
                 failures.in_a_line(error),
             )
             self.deliverer.interrupt(batch.events[0], error)

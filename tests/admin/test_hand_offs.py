@@ -200,8 +200,8 @@ def test_flow_control_shows_the_handed_off_events_of_a_handler(chief, mail, sett
 
 def test_flow_control_shows_an_unavailable_broker(chief, broken):
     expected = (
-        r"broker unavailable for [\d.]+ m?s, next attempt in [\d.]+ m?s "
-        r"\(events and keys held: 3\)"
+        r"broker unavailable for [\d.]+ m?s, next attempt in [\d.]+ m?s; "
+        r"held events: 3 \(all events of a key count as one\)"
     )
     page = listed(chief, "flowcontrol", "?state=unavailable")
     assert [row.pk for row in page.context["cl"].result_list] == [broken.pk]

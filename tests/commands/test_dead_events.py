@@ -121,7 +121,7 @@ def test_the_newest_hundred_dead_letters_are_listed_first():
     *lines, more = run("list").splitlines()
     assert len(lines) == 1 + 100
     assert str(DeadEvent.objects.get(payload=50).event_id) in lines[1]
-    assert more == "More dead letters: --offset 100"
+    assert more == "More dead letters exist: pass --offset 100."
 
 
 def test_a_page_is_chosen_by_limit_and_offset():
@@ -130,7 +130,8 @@ def test_a_page_is_chosen_by_limit_and_offset():
     EventLog.objects.update(finished_at=ago(hours=1))
     newest_first = ids_of(dead_letters.list())
     assert listed("--limit", 2, "--offset", 1) == newest_first[1:3]
-    assert run("list", "--limit", 2, "--offset", 1).endswith("More dead letters: --offset 3\n")
+    output = run("list", "--limit", 2, "--offset", 1)
+    assert output.endswith("More dead letters exist: pass --offset 3.\n")
     assert "More" not in run("list", "--limit", 2, "--offset", 3)
 
 
@@ -269,7 +270,7 @@ def test_retry_reports_skipped_ids():
     output = run("retry", letter.event_id, letter.event_id, uuid.uuid4())
     assert output == (
         "Retried 1 dead letter with the given ids, "
-        "1 skipped: unknown id, no longer dead, or no match.\n"
+        "1 skipped: unknown id, no longer dead, or not matched by a filter.\n"
     )
 
 

@@ -109,7 +109,8 @@ def test_the_live_line_fits_a_narrow_terminal_and_is_erased(worker_on, columns):
     hello, *rest = [line for line in screen.lines() if line]
     assert hello.startswith("Serving queues default on database ")
     assert rest == [
-        "Stopping: running handlers may finish. Signal again to stop immediately.",
+        "Stopping: running handlers may finish. "
+        "Send the signal again (or press Ctrl-C again) to stop immediately.",
         "Handled 5 events, 0 failed attempts, 0 dead letters.",
     ]
 

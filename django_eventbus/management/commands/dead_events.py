@@ -88,7 +88,7 @@ class Command(BaseCommand):
         for line in self._table(found[:limit], selection.now()):
             self.stdout.write(line)
         if len(found) > limit:
-            self.stdout.write(f"More dead letters: --offset {offset + limit}")
+            self.stdout.write(f"More dead letters exist: pass --offset {offset + limit}.")
 
     def _table(self, events: Sequence[DeadEvent], now: datetime) -> Iterator[str]:
         rows = [COLUMNS, *(_cells(each, now) for each in events)]
@@ -110,7 +110,7 @@ class Command(BaseCommand):
         text = f"Retried {selection.in_words(retried)}"
         if retried < len(selection.ids):
             skipped = len(selection.ids) - retried
-            text += f", {skipped:,} skipped: unknown id, no longer dead, or no match"
+            text += f", {skipped:,} skipped: unknown id, no longer dead, or not matched by a filter"
         conclude(self.stdout, f"{text}.")
 
     def _purge(self, selection: Selection, options: dict[str, Any]) -> None:
