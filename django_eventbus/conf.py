@@ -48,7 +48,7 @@ class Settings:
     #: Whether publish() sends a message to Celery after the commit, at most one per second and
     #: process, so that the Celery task ``django_eventbus.drain`` handles the events.
     CELERY_DRAIN: bool = False
-    #: Seconds after which a running handler is interrupted, unless it has its own timeout.
+    #: Seconds after which a running handler is interrupted, unless the handler has its own timeout.
     HANDLER_TIMEOUT: float = 30.0
     #: Keyword arguments of the default RetryPolicy.
     RETRY: Mapping[str, Any] = {}

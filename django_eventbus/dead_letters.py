@@ -129,7 +129,7 @@ def edit(
     """Retry a dead letter with another payload. The column ``edits`` keeps the earlier payload.
 
     Returns False if the event is not dead any more. Raises InvalidPayloadError if ``publish()``
-    would refuse the payload, and UnknownEventError if it does not match the event class.
+    would refuse the payload, and UnknownEventError if the payload does not match the event class.
     """
     store = store_for(using)
     letter = matching(using=store.using, event_id=_ids(event)).only("id", "type").first()

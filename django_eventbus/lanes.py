@@ -30,7 +30,8 @@ class LaneState(StrEnum):
     #: The first event is due later, for example for a retry, is handed off to another executor
     #: (``head.handed_off_to``), or a flow control holds it.
     WAITING = "waiting"
-    #: A dead letter blocks the lane until it is retried or purged, or until the lane is released.
+    #: A dead letter blocks the lane until an operator retries or purges the dead letter, or
+    #: releases the lane.
     BLOCKED = "blocked"
 
 

@@ -36,7 +36,7 @@ R = TypeVar("R")
 
 #: Functions that yield the event types that an integration publishes, each with the text of its
 #: origin, such as "a bridge from auth.User". Integrations append their functions to this list; a
-#: system check calls them.
+#: system check calls the functions.
 TYPE_SOURCES: list[Callable[[], Iterable[tuple[str, str]]]] = []
 
 #: The policies for an event that has no handler.

@@ -54,7 +54,7 @@ def schedule(
 
         schedule("report.daily", cron="0 6 * * *", tz="Europe/Berlin")
 
-    Call it in a module that declares handlers. ``name`` identifies the schedule in the database
+    Call this in a module that declares handlers. ``name`` identifies the schedule in the database
     (default: the event type), ``tz`` defaults to ``TIME_ZONE``, ``misfire`` is the policy for ticks
     that passed while no worker ran: ``fire_once``, ``skip`` or ``fire_all``. ``manage.py check``
     reports invalid options. Raises InvalidScheduleError if another schedule has the same name.

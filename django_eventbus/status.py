@@ -274,7 +274,8 @@ def look(*, using: str | None = None, clock: Clock | None = None) -> Status:
     """Return a snapshot of the bus.
 
     This runs eight queries, and on PostgreSQL also statements that change settings of the planner.
-    If handlers have an executor, it runs one more query, and two if an executor is unavailable.
+    If handlers have an executor, one more query runs. If an executor is unavailable, another query
+    runs.
     """
     return Status(store_for(using, clock=clock))
 

@@ -521,7 +521,7 @@ def test_a_router_that_does_not_migrate_the_tables_is_a_warning(settings):
         return False if app_label == "django_eventbus" else None
 
     settings.DATABASE_ROUTERS = [types.SimpleNamespace(allow_migrate=allow_migrate)]
-    assert_wrong(the_one_found(), "W004", "the router does not migrate it", "allow_migrate")
+    assert_wrong(the_one_found(), "W004", "router does not allow the migrations", "allow_migrate")
 
 
 @pytest.mark.parametrize("retry", [None, {}, {"max_retries": 0}, RetryPolicy(max_retries=7)])

@@ -482,7 +482,7 @@ def test_a_caught_database_error_fails_only_that_handler():
     drain()
     assert notes() == ["0", "2"]
     (dead,) = dead_letters.list()
-    assert "swallowed a database error" in dead.errors[0]["message"]
+    assert "caught and ignored a database error" in dead.errors[0]["message"]
 
 
 def test_a_handler_that_leaves_its_atomic_block_open_fails():
@@ -867,7 +867,7 @@ def test_an_error_whose_str_hangs_counts_as_a_timeout_of_its_handler(transaction
     guilty = event_that_raises(kind, error, timeout=0.3)
     assert [each["type"] for each in guilty.errors] == ["TimeoutError"] * 2
     assert error.__name__ in guilty.errors[0]["message"]
-    assert "describing it took longer than 0.3 s" in guilty.errors[0]["message"]
+    assert "the description of this error took longer than 0.3 s" in guilty.errors[0]["message"]
 
 
 class OddRuntimeError(RuntimeError):

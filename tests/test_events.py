@@ -288,7 +288,7 @@ def test_an_unknown_field_of_a_nested_dataclass_is_named():
 
 @pytest.mark.parametrize("payload", [None, 7, "text", [1]])
 def test_a_payload_that_is_not_an_object_matches_no_class(payload):
-    with pytest.raises(UnknownEventError, match="needs an object"):
+    with pytest.raises(UnknownEventError, match="needs a JSON object"):
         from_payload(ParcelSent, payload)
 
 

@@ -28,7 +28,7 @@ def record(
     object_id: object = None,
     flag: int = CHANGE,
 ) -> None:
-    """Record an action on the row with this ``object_id``, or on many rows if it is None."""
+    """Record an action on one row; with ``object_id=None``, record an action on many rows."""
     LogEntry.objects.create(
         user_id=cast(int, request.user.pk),
         content_type_id=get_content_type_for_model(model).pk,

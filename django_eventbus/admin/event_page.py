@@ -175,7 +175,7 @@ class EventPage:
         state = deliveries.readable(self.event.deliveries).get(handler, {})
         since = stored_time(state.get("at"))
         if since is not None:
-            waits = _("Waits for %(executor)s since")
+            waits = _("Waiting for %(executor)s since")
             yield waits % {"executor": executor or _("its executor")}, since
         if state.get("times", 1) != 1:
             yield _("Hand-offs"), state["times"]

@@ -181,8 +181,8 @@ class LogChangeList(EventChangeList):
     def _oldest_searched(self, request: HttpRequest) -> datetime | None:
         """Return the end time of the oldest event that a search by type reads.
 
-        The search reads only events in the chosen range of time. None means that it reads all of
-        them.
+        The search reads only events in the chosen range of time. None means that the search reads
+        all events of that range.
         """
         ended = EventLog.objects.using(self.root_queryset.db)
         rows: QuerySet[Any] = ended.filter(namespace=settings.NAMESPACE)

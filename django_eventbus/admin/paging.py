@@ -54,8 +54,8 @@ class CappedPaginator(Base):
     @cached_property
     def count(self) -> int:
         rows: Any = self.object_list
-        # The query keeps the order of the list, so that PostgreSQL uses an index. Otherwise it may
-        # scan the table from its start and read many rows that do not match.
+        # The query keeps the order of the list, so that PostgreSQL uses an index. Without the
+        # order, PostgreSQL may scan the table from its start and read many rows that do not match.
         return Capped(rows.values("pk")[: MOST_COUNTED + 1].count())
 
 

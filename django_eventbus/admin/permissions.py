@@ -23,14 +23,17 @@ def may(request: HttpRequest, *permissions: str) -> bool:
 def demand(request: HttpRequest, *permissions: str) -> None:
     """Raise PermissionDenied if the user lacks one of these permissions.
 
-    Call it before each change.
+    Call this function before each change.
     """
     if not may(request, *permissions):
         raise PermissionDenied
 
 
 def page_for(request: HttpRequest, site: AdminSite, model: type[Any]) -> ModelAdmin[Any] | None:
-    """Return the ModelAdmin of a model; None if there is none or the user may not view it."""
+    """Return the ModelAdmin of a model.
+
+    Return None if the model is not registered or the user may not view its rows.
+    """
     if not site.is_registered(model):
         return None
     page = site.get_model_admin(model)

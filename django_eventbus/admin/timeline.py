@@ -23,7 +23,7 @@ from django_eventbus.status import in_words
 MOST_ATTEMPTS = 100
 #: A retry is recorded twice: in the event with the time of the database, and in the admin's history
 #: with the time of the web server. If the same user made both records, and their times differ by
-#: less than this, they describe the same retry.
+#: less than this duration, they describe the same retry.
 CLOCK_TOLERANCE = timedelta(seconds=10)
 
 
@@ -73,7 +73,7 @@ class Timeline:
         return max(published, self.event.due_at or published)
 
     def _due(self) -> Iterator[TimelineEntry]:
-        """Yield the due time, unless the event ended before it, for example by a cancellation."""
+        """Yield the due time, unless the event ended earlier, for example by a cancellation."""
         end = None if self.is_queued else self.event.finished_at
         if self._due_at > self.event.created_at and (end is None or self._due_at <= end):
             yield TimelineEntry(at=self._due_at, text=_("Due"))

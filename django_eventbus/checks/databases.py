@@ -43,8 +43,8 @@ def check_databases(**kwargs: Any) -> list[CheckMessage]:
 def _misrouted(chosen: str, holders: list[str]) -> CheckMessage:
     return Error(
         f"The database router sends events to {chosen!r}, which is not in EVENTBUS['DATABASES'].",
-        hint="Add it to EVENTBUS['DATABASES'], or let db_for_write return another alias for the "
-        f"app 'django_eventbus'{closed(did_you_mean(chosen, holders))}",
+        hint=f"Add {chosen!r} to EVENTBUS['DATABASES'], or let db_for_write return another alias "
+        f"for the app 'django_eventbus'{closed(did_you_mean(chosen, holders))}",
         id=check_id("E005"),
     )
 
@@ -74,7 +74,8 @@ def _database_faults(alias: str) -> Iterator[CheckMessage]:
         )
     if not router.allow_migrate_model(alias, QueuedEvent):
         yield CheckWarning(
-            f"The database {alias!r} is in use for events, but the router does not migrate it.",
+            f"The database {alias!r} is in use for events, but the database router does not allow "
+            "the migrations of the event tables there.",
             hint="Let the router's allow_migrate return True for the app 'django_eventbus' on "
             f"{alias!r}, or change EVENTBUS['DATABASES'].",
             id=check_id("W004"),

@@ -21,7 +21,8 @@ from django_eventbus.registry import Handler, registry
 if TYPE_CHECKING:
     from django_eventbus.integrations.celery_setup import Setup
 
-#: The module of the functions that ``forward()`` registers, and the one handler of the bus in it.
+#: The module of the functions that ``forward()`` registers. The handler FORWARDING_OWN is in the
+#: same module, but the bus registers it in every project with Celery, so it does not count.
 FORWARDING = "django_eventbus.integrations.celery"
 FORWARDING_OWN = "django_eventbus.send_task"
 
@@ -170,7 +171,7 @@ def _repeated_messages(setup: Setup, in_celery: Sequence[Handler]) -> Iterator[C
             f"Redis delivers a message again after {limit:g} seconds (visibility_timeout with "
             f"task_acks_late), but the timeout of {_names(slow)} is up to {longest:g} seconds. The "
             "bus ignores the second message, but Celery runs a task of the project twice if the "
-            "task takes as long.",
+            f"task takes longer than {limit:g} seconds.",
             hint="Set 'visibility_timeout' in Celery's broker_transport_options to more than "
             f"{longest:g}, in every app that uses this Redis server.",
             id=check_id("W305"),

@@ -41,7 +41,7 @@ class Caller:
         self.loop = loop
 
     def call(self, progress: EventRun, handler: Handler) -> None:
-        """Call a handler. Raises the handler's error, or HandlerTimeout if it takes too long."""
+        """Call a handler. Raises the error of the handler, or HandlerTimeout at its deadline."""
         event = progress.event
         progress.current = handler
         envelope = _envelope(progress, handler)
@@ -172,8 +172,8 @@ class Caller:
 def _run_and_log(hook: Callable[[], Any]) -> None:
     """Run the callback and log its error.
 
-    The log call runs ``__repr__`` and ``__str__`` of the project. They may hang like the callback
-    itself, so the caller must set a deadline.
+    The log call runs ``__repr__`` and ``__str__`` of the project. These methods may hang like the
+    callback itself, so the caller must set a deadline.
     """
     try:
         hook()
@@ -220,9 +220,10 @@ def _description_failed(error: BaseException, handler: Handler, broken: BaseExce
     kind = introspection.type_name(error)
     if issubclass(type(broken), HandlerTimeout):
         return TimeoutError(
-            f"{handler.name} raised {kind}, and describing it took longer than "
+            f"{handler.name} raised {kind}, and the description of this error took longer than "
             f"{handler.deadline:g} s"
         )
     return EventBusError(
-        f"{handler.name} raised {kind}, and describing it raised {introspection.type_name(broken)}"
+        f"{handler.name} raised {kind}, and the description of this error raised "
+        f"{introspection.type_name(broken)}"
     )

@@ -154,7 +154,7 @@ class LoopThread:
             self._loop.close()
             self._give_up_pending()
             for coroutine in self._unstarted.copy():
-                coroutine.close()  # Otherwise Python warns that it was never awaited.
+                coroutine.close()  # Otherwise Python warns that the coroutine was never awaited.
 
     def _run_until_stopped(self) -> None:
         """Run until the loop is stopped, or a task raises SystemExit or KeyboardInterrupt."""
@@ -252,7 +252,7 @@ class LoopThread:
         """Cancel all tasks of this loop. The blocked loop runs this callback when it continues.
 
         All coroutines except the culprit run again on a new loop. Their results are set before the
-        cancellation, because otherwise their handlers would be charged for it.
+        cancellation. Otherwise their handlers would be charged for the cancellation.
         """
         for future, name in list(self._pending.items()):
             if name != self.culprit:

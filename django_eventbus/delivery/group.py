@@ -49,7 +49,8 @@ _REFUSED = (
 )
 _ENDED = (
     "The worker's transaction ended while the handler ran: the handler closed the connection, "
-    "sent COMMIT or ROLLBACK, or swallowed a database error that rolled everything back. " + _ADVICE
+    "sent COMMIT or ROLLBACK, or caught and ignored a database error that rolled back the whole "
+    "transaction. " + _ADVICE
 )
 
 
@@ -167,8 +168,8 @@ class GroupTransaction:
         self._sid = f"eventbus_{next(_numbers)}"
         self._savepoint_pending = self._handler_runs = True
         # Django stores the ids of the open savepoints with each on_commit callback, and drops the
-        # callback when one of them is rolled back. So Django must know the id of this savepoint
-        # before the savepoint is created.
+        # callback when one of these savepoints is rolled back. So Django must know the id of this
+        # savepoint before the savepoint is created.
         internals.push_savepoint_id(self.connection, self._sid)
 
     def keep(self) -> None:
@@ -188,8 +189,8 @@ class GroupTransaction:
             raise _ended()
         if internals.is_marked_for_rollback(connection):
             raise BrokenTransactionError(
-                "the handler left its transaction marked for rollback: it swallowed a database "
-                "error inside atomic(), or called set_rollback(True)"
+                "the handler left its transaction marked for rollback: it caught and ignored a "
+                "database error inside atomic(), or called set_rollback(True)"
             )
         if internals.depth(connection).blocks != self._depth_before.blocks:
             raise BrokenTransactionError("the handler left an atomic() block open")
@@ -212,7 +213,7 @@ class GroupTransaction:
                 # Keep the server's error as the cause: it may name an idle timeout, for example.
                 raise GroupLostError("the session ended while the handler ran") from error
             raise BrokenTransactionError(
-                "the handler swallowed a database error, which broke its transaction"
+                "the handler caught and ignored a database error, which broke its transaction"
             ) from error
 
     def undo(self, error: BaseException) -> BaseException:

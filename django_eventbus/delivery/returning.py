@@ -66,8 +66,8 @@ class Returner:
     def end(self, batch: Batch) -> None:
         """Add all events that were not started to ``batch.unstarted``.
 
-        If another thread is releasing events, wait for it, and add the events that it could not
-        release.
+        If another thread is releasing events, wait for that thread, and add the events whose
+        release failed.
         """
         with self._lock:
             self.current = None

@@ -239,9 +239,9 @@ class Settler:
     def still_held(self, batch: Batch, runs: Sequence[EventRun]) -> dict[int, Any]:
         """Return the deliveries, by row id, of the events that this batch still has claimed.
 
-        The query uses a new session. It also shows whether a COMMIT without a reply succeeded. If
-        the COMMIT succeeded, a settled event is missing, and an event that continues under this
-        claim has its outcomes in its deliveries.
+        The query uses a new session. Its result also shows whether a COMMIT without a reply
+        succeeded. If the COMMIT succeeded, a settled event is missing in the result, and an event
+        that continues under this claim has its outcomes in its deliveries.
         """
         self.drop_session()
         rows = [each.event.row_id for each in runs]

@@ -41,7 +41,7 @@ def effects_of(sql: Any, connection: Any) -> Effects:
 
 
 def text_of(sql: Any, connection: Any) -> str:
-    """Return ``sql`` as a string. It may be a str, bytes, or a composed object of psycopg."""
+    """Return a statement as a string. ``sql`` is a str, bytes, or a composed object of psycopg."""
     if isinstance(sql, str):
         return sql
     if isinstance(sql, bytes | bytearray):

@@ -41,7 +41,7 @@ def exact(text: object) -> str:
 
 
 def message(error: BaseException) -> str:
-    """Return ``str(error)``, or the reason why it failed. Raises only HandlerTimeout."""
+    """Return ``str(error)``, or the reason why ``str()`` failed. Raises only HandlerTimeout."""
     try:
         return exact(error)
     except HandlerTimeout:

@@ -171,7 +171,8 @@ class Admission:
     def is_needed(self) -> bool:
         """Whether ``hold_back`` has to be called for the events of this batch.
 
-        It is needed if a flow control may stop handlers, or other workers have other handlers.
+        The call is needed if a flow control may stop handlers, if events may be handed off, or if
+        other workers have other handlers.
         """
         hands_off = self.hand_offs is not None and self.hand_offs.are_needed
         stops = bool(self._granted) or self.controls.snapshot.stops_events

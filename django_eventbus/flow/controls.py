@@ -89,8 +89,8 @@ class FlowControls:
         """Initialize without reading the database.
 
         A process with ``releases=False`` leaves it to other processes to release held events.
-        With ``searches_at_once=True``, the first read also searches for held events. Pass it if the
-        process may end before SEARCH_HELD_EVERY has passed.
+        With ``searches_at_once=True``, the first read also searches for held events. Pass this
+        option if the process may end before SEARCH_HELD_EVERY has passed.
         """
         self.snapshot = Snapshot()
         self.queues = tuple(queues)
@@ -99,7 +99,7 @@ class FlowControls:
         self._searched_at = float("-inf") if searches_at_once else time.monotonic()
         self._registry_changes = -1
         #: Whether a pause or open breaker has ended since this process last released events that
-        #: several flow controls held. A new process does not know it, so the initial value is True.
+        #: several flow controls held. A new process cannot know, so the initial value is True.
         self._pause_or_breaker_ended = True
         #: The number of held events that were released so far.
         self._released = 0

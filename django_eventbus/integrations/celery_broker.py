@@ -204,7 +204,7 @@ def _check_app() -> None:
 def _options_for(kind: str) -> dict[str, Any]:
     """Return options that prevent endless waits and the unnoticed loss of messages."""
     if kind == "amqp":
-        # RabbitMQ confirms messages only if the client asks for it with confirm_publish.
+        # RabbitMQ confirms messages only if the client sets confirm_publish.
         return {"confirm_publish": True, "read_timeout": PATIENCE, "write_timeout": PATIENCE}
     if kind == "redis":
         return {"socket_timeout": PATIENCE, "socket_connect_timeout": PATIENCE}

@@ -38,7 +38,8 @@ class Setup(NamedTuple):
     is_unconfirmed: bool
     #: The options that would limit how long the project waits for the broker, but are not set.
     missing_timeouts: tuple[str, ...]
-    #: Seconds after which Redis delivers a message again while its task runs; None if it does not.
+    #: Seconds after which Redis delivers a message again while its task runs; None if the broker
+    #: does not deliver it again.
     redelivers_after: float | None
     #: The names of Celery's declared queues; None if ``task_queues`` is not set and Celery creates
     #: missing queues.

@@ -72,7 +72,7 @@ def _parsed(content: dict[str, Any]) -> Message:
     if using not in connections or not router.allow_migrate_model(using, QueuedEvent):
         raise EventBusError(f"the database {using!r} is not a database of the bus")
     store_for(using)  # Raises an error if the bus does not support the database.
-    # The registration of the process stores the queue, so a forged name must not reach it.
+    # The process would store the name in its registration, so an unknown queue is refused here.
     check_queue(queue)
     try:
         return Message(using, queue, handler, uuid.UUID(token), rows)

@@ -233,8 +233,8 @@ def publish_items(
 def _home(using: str | None) -> str | None:
     """Return the database of the write if it has the tables of the bus, else None.
 
-    For None, ``publish`` chooses a database. It then warns or raises an error, as set by
-    FOREIGN_TRANSACTION, if a transaction is open on another database.
+    For None, ``publish`` chooses a database. If a transaction is open on another database,
+    ``publish`` warns or raises an error, as set by FOREIGN_TRANSACTION.
     """
     return using if using in (settings.DATABASES or [default_alias()]) else None
 

@@ -143,8 +143,8 @@ class EventRun:
         """Return how many times in succession the executor did not claim the event in time.
 
         If the event returned before its deadline, the executor was not late: the message could not
-        be sent, or the executor has claimed and released the event. If it returned long after its
-        deadline, a flow control has held it.
+        be sent, or the executor has claimed and released the event. If the event returned long
+        after its deadline, a flow control has held the event.
         """
         state = self.states.get(name)
         if state is None or state["state"] != HANDED_OFF:

@@ -37,7 +37,9 @@ def as_json(value: Any) -> Any:
 def from_payload(cls: type[Any], payload: Any) -> Any:
     """Build an instance of ``cls`` from a stored payload; convert strings to the field types."""
     if not isinstance(payload, dict):
-        raise UnknownEventError(f"{cls.__qualname__} needs an object as payload, not {payload!r}")
+        raise UnknownEventError(
+            f"{cls.__qualname__} needs a JSON object as its payload, not {payload!r}"
+        )
     hints = _hints(cast(Any, cls))
     unknown = payload.keys() - hints.keys()
     if unknown:

@@ -146,7 +146,7 @@ def _about_executors(status: Status) -> Iterator[Problem]:
     for handler in status.unsent_handlers:
         assert handler.unsent_since is not None
         text = _(
-            "Events of %(handler)s could not be handed off for %(time)s, although the broker is "
+            "For %(time)s, no event of %(handler)s could be handed off, although the broker is "
             "available: %(error)s"
         )
         unsent = {

@@ -116,7 +116,9 @@ class Claiming(Lanes):
         return Claim(token or uuid.uuid4(), worker_id, settings.NAMESPACE, queue, self.using)
 
     def _lock_registration(self, worker_id: uuid.UUID) -> None:
-        """Lock the registration of the worker; raise WorkerEvictedError if it has expired.
+        """Lock the registration of the worker.
+
+        Raise WorkerEvictedError if the registration is missing or has expired.
 
         The lock serializes this claim and a recovery that considers the worker dead: the
         transaction that comes second waits for the end of the first transaction.

@@ -145,8 +145,8 @@ class Depths(Rows):
         return _events(rows).order_by("namespace", "available_at")
 
     def _handed_off_rows(self) -> QuerySet[Any]:
-        # The deliveries of a handed-off event are never NULL. It waits for its first attempt if it
-        # has no error.
+        # The deliveries of a handed-off event are never NULL, so they do not show whether a handler
+        # has failed. A handed-off event without errors waits for its first attempt.
         return _events(self._handed_off(), failed=Q(errors__isnull=False))
 
     def _handed_off(self) -> QuerySet[Any]:

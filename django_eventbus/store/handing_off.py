@@ -37,8 +37,8 @@ class HandingOff(Claiming):
     def count_handed_off(self, handler: str, *, at_most: int) -> int:
         """Return how many events wait for the executor of a handler; stop at ``at_most``.
 
-        An event whose deadline has passed is not counted. It may wait for an event worker, for
-        example because its queue is paused.
+        An event whose deadline has passed is not counted. Such an event may wait for an event
+        worker, for example because its queue is paused.
         """
         lane_waits = Exists(self.lanes.filter(id=OuterRef("lane_id"), ready_at__gt=self.now))
         before_deadline = Q(available_at__isnull=False) | lane_waits

@@ -140,8 +140,8 @@ class Lanes(Rows):
     def window_of_unrouted(self, queue: str, last: int, limit: int) -> list[tuple[int, str]]:
         """Return (row id, key) of the first new events whose row id is above ``last``.
 
-        The query takes no locks. A locking read would lock every row that it reads. On a database
-        without partial indexes, it would read all events without a lane, including events that
+        The query takes no locks. A locking query would lock every row that it reads. On a database
+        without partial indexes, the query reads all events without a lane, including events that
         other workers are handling.
         """
         unrouted = self.unrouted(queue).filter(id__gt=last).order_by("id")

@@ -201,9 +201,8 @@ def _by_primary_key(execute: Any, sql: Any, params: Any, many: Any, context: Any
 
     On a small table the optimizer may prefer another index or a table scan, even for a single id.
     A locking statement would then wait for every locked row that it reads. An UPDATE or DELETE
-    through a secondary index would also lock all rows that it reads. Even at READ COMMITTED, it
-    would keep these locks until its transaction ends, so a publisher would delay events of other
-    keys.
+    through a secondary index would also lock all rows that it reads. Even at READ COMMITTED, these
+    locks would remain until the transaction ends, so a publisher would delay events of other keys.
     """
     found = _LOCKS_BY_ID.fullmatch(sql)
     if found and not (found["verb"].startswith("SELECT") and " FOR UPDATE" not in sql):

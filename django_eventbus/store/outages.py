@@ -21,9 +21,9 @@ LONGEST_WAIT = 5.0
 def through_outage(store: Rows, action: Callable[[], T], pause: Callable[[float], bool]) -> T:
     """Call ``action``; if the database is unavailable, call it again after increasing pauses.
 
-    ``pause`` waits for the given seconds and returns whether to try again. If it returns False, the
-    database error is raised. Errors that do not mean an outage are raised at once. Errors inside a
-    transaction are also raised at once, because the whole transaction is lost.
+    ``pause`` waits for the given seconds and returns whether to try again. If ``pause`` returns
+    False, the database error is raised. Errors that do not mean an outage are raised at once.
+    Errors inside a transaction are also raised at once, because the whole transaction is lost.
     """
     wait = FIRST_WAIT
     while True:

@@ -104,8 +104,8 @@ SELECT set_config('django_eventbus.has_routing_lock', pg_try_advisory_xact_lock(
 
 # If another transaction has locked an event or a lane, all events of its key are skipped, because a
 # later event must not be routed before an earlier event. To find such rows, ROUTE has to lock each
-# row, which makes it a tenth slower. So it does this only with `skip_locked`, which is set after a
-# lock has delayed a claim.
+# row, which takes a tenth more time. So ROUTE does this only with `skip_locked`, which is set after
+# a lock has delayed a claim, and inside a transaction of the caller.
 #
 # The map from keys to lanes is a JSON object. With a join, the planner would expect one row and
 # choose a nested loop, which compares all events with all lanes. The queue is given as a range.

@@ -156,7 +156,7 @@ class Finished(_Kind):
 
 
 class HandOff(NamedTuple):
-    """The handler that another executor has to run, and the token of the message about it."""
+    """The handler that another executor has to run, and the token of the message."""
 
     handler: str
     token: uuid.UUID

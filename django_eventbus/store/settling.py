@@ -1,7 +1,8 @@
 """Settle claimed events in the transaction of their handlers.
 
-Every statement on these events has the claim token as a condition. If it changes too few rows,
-ClaimLostError is raised and the caller rolls back, so a worker that lost its claim changes nothing.
+Every statement on these events has the claim token as a condition. If a statement changes too few
+rows, ClaimLostError is raised and the caller rolls back. So a worker that lost its claim changes
+nothing.
 """
 
 from __future__ import annotations

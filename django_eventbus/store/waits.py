@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-#: The id that means "several flow controls". No row has this id, because ids begin at 1. The event
-#: does not store which flow controls hold it. So it is released when any pause ends, when any
-#: circuit breaker closes, or when a circuit breaker may try a call.
+#: The id that means "several flow controls". No row has this id, because ids begin at 1. An event
+#: with this id does not store which flow controls hold it. So the event is released when any pause
+#: ends, when any circuit breaker closes, or when a circuit breaker may try a call.
 SEVERAL = 0
 
 

@@ -165,10 +165,10 @@ class Claims:
                 self._in_doubt.pop(token, None)
 
     def release_late(self) -> None:
-        """Release claims in doubt for the second time, if the time for it has come.
+        """Release the claims in doubt whose next release is due.
 
         ``claim_from`` also does this, but an idle worker does not claim. A claim that was never
-        released is skipped here: the thread of ``ClaimAhead`` may still wait for its reply.
+        released is skipped here: the thread of ``ClaimAhead`` may still wait for the reply to it.
         """
         now = time.monotonic()
         for token, due in tuple(self._in_doubt.items()):

@@ -132,8 +132,8 @@ def _is_stopped_or_limited(known: Snapshot, handler: str) -> bool:
 def _worker(store: Store, options: WorkerOptions, assignment: Assignment) -> Iterator[Worker]:
     """Register this process as a worker for the block.
 
-    After an error, the claims of the process are released. Without an error, it has no claims left
-    at the end of the block.
+    After an error, the claims of the process are released. Without an error, the process has no
+    claims left at the end of the block.
     """
     registration = new_registration(options)
     worker = Worker(options, registration.pk, assignment=assignment)

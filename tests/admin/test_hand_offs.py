@@ -56,7 +56,7 @@ def test_the_page_of_a_handed_off_event_names_handler_executor_and_deadline(chie
     drain()
     page = page_of(chief, event)
     assert re.search(
-        r"Handed off to shop\.mail Waits for celery since .* Handed off again at", page
+        r"Handed off to shop\.mail Waiting for celery since .* Handed off again at", page
     )
     assert "Next attempt" not in page
     assert "Handed off to shop.mail (celery)" in page, "in the timeline"
@@ -108,7 +108,7 @@ def test_a_handed_off_event_of_an_unknown_handler_has_a_page(chief):
     state = {"gone": {"state": "handed_off", "failures": 0, "at": now}}
     QueuedEvent.objects.update(handed_off_to="gone", deliveries=state)
     page = page_of(chief, event)
-    assert "Waits for its executor since" in page
+    assert "Waiting for its executor since" in page
     assert "Handed off to gone" in page
 
 

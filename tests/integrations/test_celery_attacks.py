@@ -197,7 +197,8 @@ def test_the_status_shows_a_handler_whose_messages_cannot_be_sent(use):
     publish("bad")
     drain()
     (problem,) = (each.text for each in find_problems(status.look()) if each.about == "executors")
-    assert problem.startswith("Events of bad could not be handed off for ")
+    assert problem.startswith("For ")
+    assert ", no event of bad could be handed off, " in problem
     assert "although the broker is available: " in problem
     assert "missing" in problem
     use(task_create_missing_queues=True)

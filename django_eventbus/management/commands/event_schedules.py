@@ -59,7 +59,7 @@ class Command(BaseCommand):
         run = actions.add_parser(
             "run", help="publish the event of a schedule now; its next run is unchanged"
         )
-        enable = actions.add_parser("enable", help="enable a schedule from its next run on")
+        enable = actions.add_parser("enable", help="enable a schedule; past runs are skipped")
         disable = actions.add_parser("disable", help="disable a schedule until it is enabled again")
         for each in (run, enable, disable):
             each.add_argument("name", help="the name of the schedule")

@@ -29,7 +29,10 @@ class Command(BaseCommand):
     def add_arguments(self, parser: ArgumentParser) -> None:
         parser.add_argument("type", help="the event type: order.placed")
         parser.add_argument(
-            "payload", nargs="?", type=_json, help="JSON; - reads it from stdin; default: null"
+            "payload",
+            nargs="?",
+            type=_json,
+            help="the payload as JSON, or - to read the JSON from stdin (default: null)",
         )
         parser.add_argument("--key", help="events with the same key are handled in order")
         parser.add_argument("--queue", help="default: EVENTBUS['QUEUE']")
