@@ -129,7 +129,7 @@ class GroupFilter(ChoiceFilter):
 
     def name_of(self, value: str, rows: QuerySet[Any]) -> str:
         letters = rows.filter(error_fingerprint=value.replace("\0", ""))
-        # Without the order, PostgreSQL may scan the whole table for one row instead of an index.
+        # Without the order, PostgreSQL may scan the whole table for one row, and use no index.
         latest = letters.order_by("-finished_at").values_list("error_type", "dead_handler")
         error, handler = latest.first() or (value, "")
         return one_line(

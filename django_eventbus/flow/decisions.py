@@ -35,7 +35,7 @@ Changes = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """The number of deliveries that a thread may make of one handler, and how many at a time."""
+    """How many deliveries to one handler a thread may make, and how many of them at a time."""
 
     deliveries: int = 0
     slots: int = 0

@@ -59,9 +59,10 @@ class EventFields(models.Model):
     due_at = models.DateTimeField(_("due at"), null=True)
     processing_started_at = models.DateTimeField(_("processing started at"), null=True)
     claimed_by = models.UUIDField(_("claimed by"), null=True)
-    # The state of each handler that was called: done (with the time and the duration), dead,
-    # discarded, or due for a retry (with the time of the retry). NULL if no handler was called yet,
-    # and if all handlers succeeded at the first attempt.
+    # The state of each handler that was called or handed off: done (with the time and the
+    # duration), dead, discarded, due for a retry (with the time of the retry), or handed off. NULL
+    # if no handler was called or handed off yet, and if all handlers succeeded at the first
+    # attempt.
     deliveries = models.JSONField(_("deliveries"), null=True, encoder=DjangoJSONEncoder)
     errors = models.JSONField(_("errors"), null=True, encoder=DjangoJSONEncoder)
     # The earlier lives of an event that was retried as a dead letter: for each life, its errors and

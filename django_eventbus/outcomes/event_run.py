@@ -200,7 +200,7 @@ class EventRun:
         return bool(due) and due <= self.event.database_now()
 
     def missing_handlers(self) -> list[str]:
-        """Return the names of due handlers that no live worker has."""
+        """Return the names of due handlers that neither this process nor a live worker has."""
         held = self.held or set()
         if ALL_HANDLERS in held:
             return []
@@ -292,10 +292,7 @@ class EventRun:
         return states, failures.bounded(errors)
 
     def _hand_off_of(self, handler: str) -> State:
-        """Return when a delivery was handed off, and when and by which process it was claimed.
-
-        The admin shows these values on the page of the event.
-        """
+        """Return when a delivery was handed off, and when and by which process it was claimed."""
         before = self.states.get(handler)
         if before is None or before["state"] != HANDED_OFF:
             return {}

@@ -37,7 +37,7 @@ class _Wake:
 
 
 def wake(alias: str) -> None:
-    """Wake the workers of a database now, or ask Celery to handle its events."""
+    """Wake the workers of a database now. With CELERY_DRAIN, also ask Celery to handle events."""
     store_for(alias).wake()
     if settings.CELERY_DRAIN:
         _drain_requests().request(alias)

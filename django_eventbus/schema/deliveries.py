@@ -1,7 +1,7 @@
 """The ``deliveries`` column of the queue and the log: the state of each handler of an event.
 
-The column is NULL if no handler of the event was called yet, and if all its handlers succeeded at
-the first attempt.
+The column is NULL if no handler of the event was called or handed off yet, and if all its handlers
+succeeded at the first attempt.
 """
 
 from __future__ import annotations

@@ -147,7 +147,10 @@ class Claiming(Lanes):
         return [ClaimedEvent(claim, *row) for row in rows]
 
     def _mark_claimed(self, claim: Claim, ids: Sequence[int], **changes: Any) -> list[ClaimedEvent]:
-        """Write the claim, and other changes, to locked rows; return the events in this order."""
+        """Write the claim, and other changes, to locked rows.
+
+        Return the events in the order of ``ids``.
+        """
         if not ids:
             return []
         self.queued.filter(id__in=ids).update(

@@ -27,8 +27,8 @@ LOCKED_WAIT = 0.2
 class Lanes(Rows):
     """Order per key: events are routed to their lane, and lanes are claimed.
 
-    Neither routing nor claiming waits for a row lock. A transaction that coalesced an event, or
-    that changed a lane, may stay open for a long time, and must not delay events of other keys.
+    Neither routing nor claiming waits long for a row lock. A transaction that coalesced an event,
+    or that changed a lane, may stay open for a long time, and must not delay events of other keys.
     """
 
     def __init__(self, using: str, *, clock: Clock | None = None) -> None:

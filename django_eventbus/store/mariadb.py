@@ -163,7 +163,7 @@ class MariaDBStore(Store):
         return self._reads_committed() or getattr(self._transaction, "is_ours", False)
 
     def _lock_name(self, name: str) -> None:
-        """Lock a name until the transaction ends, by the lock of a row that stands for the name.
+        """Lock a name until the transaction ends. The lock is the row lock of an idempotency key.
 
         GET_LOCK is not used, because the end of a transaction does not release its locks.
 

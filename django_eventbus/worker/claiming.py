@@ -239,7 +239,7 @@ class ClaimAhead:
         try:
             return self._claims.claim(limit)
         except Error:
-            # The connection belongs to the helper's thread, and no other code closes it.
+            # Only the helper's thread uses this connection, so no other code would close it.
             self._claims.store.connection.close()
             raise
 

@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """The loop in the main thread. docs/explanation/worker.md explains the ownership of batches."""
+    """The main loop of a worker process, in its main thread.
+
+    docs/explanation/worker.md explains which thread owns a batch at which time.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
