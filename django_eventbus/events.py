@@ -153,6 +153,11 @@ class Envelope(Generic[E_co]):
         return self._event.claim.namespace
 
     @property
+    def using(self) -> str:
+        """The alias of the database that stores the event."""
+        return self._event.claim.using
+
+    @property
     def priority(self) -> int:
         return self._event.priority
 
@@ -175,9 +180,22 @@ class Envelope(Generic[E_co]):
         return self._event.attempts
 
     @property
+    def is_replay(self) -> bool:
+        """Whether a replay copied this event from the log."""
+        return self._event.replay_of is not None
+
+    @property
+    def original_id(self) -> uuid.UUID:
+        """The id of the event that was published: ``id``, or the id of the replayed event."""
+        return self._event.replay_of or self._event.event_id
+
+    @property
     def idempotency_key(self) -> str:
-        """A key to pass to external services. All attempts of this handler have the same key."""
-        return f"{self._event.event_id}:{self.handler_name}"
+        """A key to pass to external services.
+
+        All attempts of this handler have the same key, also when the event is replayed.
+        """
+        return f"{self.original_id}:{self.handler_name}"
 
     def __repr__(self) -> str:
         return f"<Envelope {self.type} {self.id} attempt {self.attempt} of {self.handler_name}>"

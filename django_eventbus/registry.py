@@ -60,6 +60,8 @@ class Handler:
     rate: str | None = None
     #: The executor that runs the handler; None for the event workers.
     executor: Executor | None = None
+    #: Whether the handler receives events of a replay.
+    replay: bool = True
     is_async: bool = False
     position: int = 0
     #: Identifies the subscription for ``unsubscribe``.
@@ -117,6 +119,7 @@ class HandlerOptions(TypedDict, total=False):
     max_running: int | None
     rate: str | None
     executor: Executor | str | None
+    replay: bool
 
 
 # The overloads overlap: the third one accepts classes too. Type checkers use the first overload
@@ -153,7 +156,8 @@ def handler(*subjects: Subject, **options: Unpack[HandlerOptions]) -> Callable[.
     CircuitBreaker, a dict that overrides values of the project's breaker, True for the defaults, or
     False for none), ``max_running`` (calls at the same time), ``rate`` (such as ``"100/m"``).
     ``executor`` says which processes run the handler: ``"worker"`` (the default), ``"celery"``,
-    ``"task"``, a CeleryExecutor or a TaskExecutor.
+    ``"task"``, a CeleryExecutor or a TaskExecutor. With ``replay=False``, the handler never receives
+    events of a replay.
 
     For type checkers, the argument of the function is ``Envelope[OrderPaid]`` for one event class,
     ``Envelope[OrderPaid | OrderSent]`` for two event classes, and ``Envelope[Any]`` otherwise.
@@ -200,6 +204,7 @@ def subscribe(
     max_running: int | None = None,
     rate: str | None = None,
     executor: Executor | str | None = None,
+    replay: bool = True,
 ) -> Handler:
     """Register a handler at run time, with the options of ``handler``.
 
@@ -220,6 +225,7 @@ def subscribe(
         max_running=max_running,
         rate=rate,
         executor=executor_of(executor, handler_name),
+        replay=replay,
         is_async=is_async,
     )
     _check(new)
@@ -300,6 +306,12 @@ class HandlersOfType:
         self.outside = [each for each in handlers if not each.atomic]
         self.isolated = any(each.isolated for each in handlers)
         self.has_executors = any(each.executor is not None for each in handlers)
+
+    def for_replay(self, only: str | None) -> HandlersOfType:
+        """Return the handlers that receive an event of a replay: all of them, or only one."""
+        return HandlersOfType(
+            [each for each in self.all if each.replay and only in (None, each.name)]
+        )
 
 
 class Registry:

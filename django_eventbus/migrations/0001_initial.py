@@ -11,7 +11,7 @@ import django_eventbus.models
 import django_eventbus.schema.clock
 import django_eventbus.schema.indexes
 
-QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS = (
+QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS, REPLAY = (
     f"django_eventbus_{name}"
     for name in (
         "queuedevent",
@@ -22,6 +22,7 @@ QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS = (
         "flowcontrol",
         "idempotencykey",
         "minutestatistics",
+        "eventreplay",
     )
 )
 
@@ -48,7 +49,7 @@ POSTGRESQL = (
 # A binary collation distinguishes "A" and "a". The default collations treat them as equal.
 MYSQL = tuple(
     f"ALTER TABLE {table} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
-    for table in (QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS)
+    for table in (QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS, REPLAY)
 )
 
 
@@ -232,6 +233,14 @@ class Migration(migrations.Migration):
                         verbose_name="edits",
                     ),
                 ),
+                ("replay_id", models.BigIntegerField(null=True, verbose_name="replay")),
+                ("replay_of", models.UUIDField(null=True, verbose_name="replay of")),
+                (
+                    "only_handler",
+                    models.CharField(
+                        max_length=200, null=True, verbose_name="only for the handler"
+                    ),
+                ),
                 ("id", models.BigIntegerField(primary_key=True, serialize=False)),
                 ("status", models.CharField(max_length=32, verbose_name="status")),
                 ("finished_at", models.DateTimeField(verbose_name="finished at")),
@@ -288,6 +297,11 @@ class Migration(migrations.Migration):
                         condition=models.Q(("caused_by__isnull", False)),
                         fields=["caused_by"],
                         name="eventbus_log_caused",
+                    ),
+                    django_eventbus.schema.indexes.PartialIndex(
+                        condition=models.Q(("replay_id__isnull", False)),
+                        fields=["replay_id", "status"],
+                        name="eventbus_log_replayed",
                     ),
                 ],
             },
@@ -405,6 +419,77 @@ class Migration(migrations.Migration):
                     models.UniqueConstraint(
                         fields=("namespace", "name"), name="eventbus_schedule_name"
                     )
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="EventReplay",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                (
+                    "namespace",
+                    models.CharField(
+                        default=django_eventbus.models.this_namespace,
+                        editable=False,
+                        max_length=64,
+                        verbose_name="namespace",
+                    ),
+                ),
+                ("type", models.CharField(default="", max_length=200, verbose_name="event type")),
+                ("since", models.DateTimeField(null=True, verbose_name="ended since")),
+                ("until", models.DateTimeField(verbose_name="ended until")),
+                ("key", models.CharField(default="", max_length=200, verbose_name="key")),
+                ("status", models.CharField(default="", max_length=32, verbose_name="status")),
+                (
+                    "event_ids",
+                    models.JSONField(
+                        encoder=django.core.serializers.json.DjangoJSONEncoder,
+                        null=True,
+                        verbose_name="event ids",
+                    ),
+                ),
+                ("handler", models.CharField(default="", max_length=200, verbose_name="handler")),
+                ("queue", models.CharField(default="", max_length=64, verbose_name="queue")),
+                ("rate", models.FloatField(null=True, verbose_name="events per second")),
+                (
+                    "state",
+                    models.CharField(
+                        choices=[
+                            ("STARTING", "starting"),
+                            ("COPYING", "copying"),
+                            ("COPIED", "copied"),
+                            ("CANCELLED", "cancelled"),
+                        ],
+                        default="STARTING",
+                        max_length=16,
+                        verbose_name="state",
+                    ),
+                ),
+                ("waits_for", models.JSONField(null=True)),
+                ("total", models.PositiveBigIntegerField(default=0, verbose_name="selected")),
+                ("copied", models.PositiveBigIntegerField(default=0, verbose_name="copied")),
+                ("position_at", models.DateTimeField(null=True, verbose_name="position")),
+                ("position_id", models.BigIntegerField(null=True)),
+                (
+                    "created_by",
+                    models.CharField(default="", max_length=200, verbose_name="started by"),
+                ),
+                (
+                    "created_at",
+                    models.DateTimeField(
+                        db_default=django_eventbus.schema.clock.DatabaseNow(),
+                        verbose_name="started at",
+                    ),
+                ),
+                ("finished_at", models.DateTimeField(null=True, verbose_name="finished at")),
+            ],
+            options={
+                "verbose_name": "replay",
+                "verbose_name_plural": "replays",
+                "permissions": (("start_eventreplay", "Can replay events and cancel replays"),),
+                "default_permissions": ("view",),
+                "indexes": [
+                    models.Index(fields=["namespace", "state", "id"], name="eventbus_replay")
                 ],
             },
         ),
@@ -639,6 +724,14 @@ class Migration(migrations.Migration):
                         verbose_name="edits",
                     ),
                 ),
+                ("replay_id", models.BigIntegerField(null=True, verbose_name="replay")),
+                ("replay_of", models.UUIDField(null=True, verbose_name="replay of")),
+                (
+                    "only_handler",
+                    models.CharField(
+                        max_length=200, null=True, verbose_name="only for the handler"
+                    ),
+                ),
                 ("id", models.BigAutoField(primary_key=True, serialize=False)),
                 (
                     "status",
@@ -723,6 +816,11 @@ class Migration(migrations.Migration):
                         condition=models.Q(("handed_off_to__isnull", False)),
                         fields=["namespace", "handed_off_to", "id"],
                         name="eventbus_handed_off",
+                    ),
+                    django_eventbus.schema.indexes.PartialIndex(
+                        condition=models.Q(("replay_id__isnull", False)),
+                        fields=["replay_id", "id"],
+                        name="eventbus_replayed",
                     ),
                 ],
                 "constraints": [

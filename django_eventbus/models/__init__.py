@@ -14,16 +14,19 @@ from django_eventbus.models.flow_controls import FlowControl, FlowControlKind
 from django_eventbus.models.guards import GroupGuard
 from django_eventbus.models.idempotency_keys import IdempotencyKey
 from django_eventbus.models.lanes import EventLane
+from django_eventbus.models.replays import ACTIVE_STATES, EventReplay, ReplayState
 from django_eventbus.models.schedules import EventSchedule, ScheduleOrigin, this_namespace
 from django_eventbus.models.workers import EventWorker, MinuteStatistics
 
 __all__ = [
+    "ACTIVE_STATES",
     "DEAD_STATUSES",
     "DeadEvent",
     "DeadEventManager",
     "EventFields",
     "EventLane",
     "EventLog",
+    "EventReplay",
     "EventSchedule",
     "EventWorker",
     "FlowControl",
@@ -34,6 +37,7 @@ __all__ = [
     "MinuteStatistics",
     "QueuedEvent",
     "QueuedStatus",
+    "ReplayState",
     "ScheduleOrigin",
     "this_namespace",
 ]

@@ -79,6 +79,16 @@ class EventFields(models.Model):
     # The payloads that an operator replaced, with the time and the operator of each edit. Claims do
     # not read this column.
     edits = models.JSONField(_("edits"), null=True, encoder=DjangoJSONEncoder)
+    # The id of the replay that copied this event from the log. NULL for an event that was
+    # published. This is not a foreign key, because the row of a replay may be deleted before its
+    # events.
+    replay_id = models.BigIntegerField(_("replay"), null=True)
+    # The id of the event that was copied. NULL for an event that was published.
+    replay_of = models.UUIDField(_("replay of"), null=True)
+    # The only handler that receives the copy. NULL if all handlers receive the event.
+    only_handler = models.CharField(  # noqa: DJ001
+        _("only for the handler"), max_length=MAX_NAME_LENGTH, null=True
+    )
 
     class Meta:
         abstract = True
@@ -194,6 +204,11 @@ class QueuedEvent(EventFields):
                 fields=("namespace", "handed_off_to", "id"),
                 condition=models.Q(handed_off_to__isnull=False),
             ),
+            PartialIndex(
+                name="eventbus_replayed",
+                fields=("replay_id", "id"),
+                condition=models.Q(replay_id__isnull=False),
+            ),
         )
         constraints = (
             UniqueWhenSet(
@@ -263,6 +278,11 @@ class EventLog(EventFields):
                 name="eventbus_log_caused",
                 fields=("caused_by",),
                 condition=models.Q(caused_by__isnull=False),
+            ),
+            PartialIndex(
+                name="eventbus_log_replayed",
+                fields=("replay_id", "status"),
+                condition=models.Q(replay_id__isnull=False),
             ),
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from django_eventbus.executors import Executor
-from django_eventbus.registry import Handler
+from django_eventbus.registry import Handler, HandlersOfType, registry
+from django_eventbus.schema.claims import ClaimedEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +27,9 @@ class Assignment:
 
 EVENT_WORKER = Assignment()
 EVERY_HANDLER = Assignment(is_every=True)
+
+
+def handlers_of(event: ClaimedEvent) -> HandlersOfType:
+    """Return the handlers of this process that receive the event, whatever their executor is."""
+    found = registry.handlers_for(event.type)
+    return found if event.replay_of is None else found.for_replay(event.only_handler)

@@ -15,7 +15,7 @@ from typing import Any
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
 from django_eventbus.models import LogStatus
-from django_eventbus.outcomes.assignments import EVERY_HANDLER, Assignment
+from django_eventbus.outcomes.assignments import EVERY_HANDLER, Assignment, handlers_of
 from django_eventbus.outcomes.endings import blocked_lane
 from django_eventbus.outcomes.stored import errors_of, states_of
 from django_eventbus.registry import Handler, registry
@@ -99,7 +99,7 @@ class EventRun:
         #: stops them or only other workers have them. ``held_for`` is how long the event waits.
         self.held: set[str] | None = None
         self.held_for: Wait = AT_ONCE
-        handlers = registry.handlers_for(event.type)
+        handlers = handlers_of(event)
         self.atomic, self.outside = handlers.atomic, handlers.outside
         if self.states:
             if handlers.names:
@@ -177,7 +177,8 @@ class EventRun:
         Return whether such a handler is due. With ATOMIC="event" and ``one_has_all``, this worker
         runs no handler, because another worker has all handlers of the event.
         """
-        owed = {name for name in names if self._is_due(name)}
+        only = self.event.only_handler
+        owed = {name for name in names if only in (None, name) and self._is_due(name)}
         if not owed:
             return False
         self.held_for = soonest(wait, self.held_for) if self.held else wait
@@ -204,11 +205,20 @@ class EventRun:
         held = self.held or set()
         if ALL_HANDLERS in held:
             return []
-        known = registry.handlers_for(self.event.type).names
+        known = handlers_of(self.event).names
         if not known and not self.states:
+            if self._no_handler_wants_replays():
+                return []
             return [] if held else [NO_HANDLER]
         missing = (name for name in self.states if name not in known and name not in held)
         return [name for name in missing if self._is_due(name)]
+
+    def _no_handler_wants_replays(self) -> bool:
+        """Return whether all handlers of a copied event are declared with ``replay=False``."""
+        event = self.event
+        if event.replay_of is None or event.only_handler is not None:
+            return False
+        return bool(registry.handlers_for(event.type).names)
 
     def attempt_of(self, name: str) -> int:
         lost = self.event.crashes + self.event.interruptions
@@ -389,7 +399,7 @@ class EventRun:
         waits = self._waits_for_retries(states)
         if not waits:
             # A handler that was registered while the event was waiting is due at once.
-            return AT_ONCE if registry.handlers_for(self.event.type).names - states.keys() else None
+            return AT_ONCE if handlers_of(self.event).names - states.keys() else None
         return After(max(0.0, max(waits) if settings.ATOMIC == "event" else min(waits)))
 
     def _waits_for_retries(self, states: dict[str, State]) -> list[float]:

@@ -22,7 +22,7 @@ from django_eventbus.errors.suggestions import did_you_mean
 from django_eventbus.exceptions import BackpressureError, InvalidPayloadError
 from django_eventbus.models import QueuedEvent
 from django_eventbus.retries import A_CENTURY
-from django_eventbus.schema.names import check_name
+from django_eventbus.schema.names import OWN_TYPES, check_name
 from django_eventbus.schema.patterns import by_specificity, matches
 from django_eventbus.signals import event_coalesced, event_dropped
 from django_eventbus.store import Store
@@ -63,8 +63,8 @@ class Limit:
 def limit_for(queue: str, key: str | None, type_name: str) -> Limit | None:
     """Return the limit of an event, or None. The call is cheap if the project has no limits."""
     limits = settings.LIMITS
-    if not limits:
-        return None
+    if not limits or type_name.startswith(OWN_TYPES):
+        return None  # The bus's own events must not be dropped or replaced.
     global _limits_cache
     if _limits_cache is None or _limits_cache.source is not limits:
         _limits_cache = _LimitsCache(limits)

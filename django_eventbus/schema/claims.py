@@ -50,6 +50,10 @@ class ClaimedEvent:
     started_epoch: float
     deliveries_json: str | None
     errors_json: str | None
+    #: The id of the event that a replay copied; None for an event that was published.
+    replay_of: uuid.UUID | None = None
+    #: The only handler that receives the event; None for all handlers.
+    only_handler: str | None = None
 
     @property
     def is_new(self) -> bool:

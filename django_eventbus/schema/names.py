@@ -5,6 +5,8 @@ from __future__ import annotations
 from django_eventbus.exceptions import InvalidPayloadError
 
 MAX_NAME_LENGTH = 200
+#: The prefix of the types of the bus's own events.
+OWN_TYPES = "django_eventbus."
 
 
 def check_name(value: object, what: str) -> None:

@@ -24,8 +24,8 @@ from django_eventbus.store.guards import Guards
 from django_eventbus.store.handing_off import HandingOff
 from django_eventbus.store.inserting import Inserting
 from django_eventbus.store.lanes import LOCKED_WAIT
-from django_eventbus.store.operating import Operating
 from django_eventbus.store.recovery import Recovery
+from django_eventbus.store.replaying import Replaying
 from django_eventbus.store.rows import retried
 from django_eventbus.store.statistics import Statistics
 from django_eventbus.store.triggers import RowTrigger
@@ -41,7 +41,7 @@ LONGEST_LISTEN_WAIT = 30.0
 class Store(
     Inserting,
     HandingOff,
-    Operating,
+    Replaying,
     Erasing,
     FlowControls,
     Recovery,

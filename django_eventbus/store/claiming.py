@@ -42,6 +42,8 @@ CLAIM_COLUMNS = (
     "processing_started_at",
     "deliveries",
     "errors",
+    "replay_of",
+    "only_handler",
 )
 _JSON_COLUMNS = ("payload", "headers", "deliveries", "errors")
 

@@ -25,13 +25,21 @@ class Log(Lanes):
     """Move rows between queue and log, and unblock lanes."""
 
     def _copy(
-        self, source: QuerySet[Any], target: type[Model], values: dict[str, Combinable]
+        self,
+        source: QuerySet[Any],
+        target: type[Model],
+        values: dict[str, Combinable],
+        *,
+        keeps_id: bool = True,
     ) -> int:
         """Copy rows to another table with INSERT … SELECT; return how many.
 
-        The columns in ``values`` are computed by its expressions. All other columns are copied.
+        The columns in ``values`` are computed by its expressions. All other columns are copied. If
+        ``keeps_id`` is false, the database assigns new row ids, in the order of the query.
         """
-        names = ["id", *(name for name in MOVED_COLUMNS if name not in values)]
+        names = [name for name in MOVED_COLUMNS if name not in values]
+        if keeps_id:
+            names.insert(0, "id")
         columns = [*names, *values]
         chosen = source.annotate(**{f"new_{name}": value for name, value in values.items()})
         query = chosen.values_list(*names, *(f"new_{name}" for name in values)).query

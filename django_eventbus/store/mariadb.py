@@ -45,6 +45,12 @@ class MariaDBStore(Store):
         # Each thread has its own connection, so attributes of the transaction are thread-local.
         self._transaction = threading.local()
 
+    @property
+    def new_uuid(self) -> str:
+        # MySQL, and MariaDB before 10.7, have no type for UUIDs: Django stores 32 digits.
+        native = self.connection.features.has_native_uuid_field
+        return "UUID()" if native else "LOWER(HEX(RANDOM_BYTES(16)))"
+
     def _to_datetime(self, value: Any) -> datetime:
         assert isinstance(value, datetime)
         return value.replace(tzinfo=UTC)

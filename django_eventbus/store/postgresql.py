@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, ClassVar
 
 from django.db import Error, OperationalError
@@ -60,6 +61,7 @@ class PostgreSQLStore(SettlingEachRow, Notifying):
     #: Error codes: serialization failure, deadlock.
     conflicts: ClassVar[frozenset[Any]] = frozenset({"40001", "40P01"})
     _clock_sql: ClassVar[str] = "SELECT clock_timestamp()"
+    new_uuid = "GEN_RANDOM_UUID()"
 
     def __init__(self, using: str, *, clock: Clock | None = None) -> None:
         super().__init__(using, clock=clock)
@@ -372,6 +374,15 @@ class PostgreSQLStore(SettlingEachRow, Notifying):
         lowest = min(event.priority for event in claimed)
         first = min(event.row_id for event in claimed if event.priority == lowest)
         self._floors[queue] = _Floor(lowest, first, swept_at)
+
+    def late_writers(self, until: datetime) -> set[str]:
+        """Return the other transactions that have written to the log and are not committed yet.
+
+        The portable query would read the whole queue, because no index contains the status.
+        """
+        with self.connection.cursor() as cursor:
+            cursor.execute(sql.LOG_WRITERS)
+            return {transaction for (transaction,) in cursor.fetchall()}
 
     def renew(self, worker_ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
         """Renew the registrations and return their ids with one statement, UPDATE … RETURNING.

@@ -258,6 +258,14 @@ LOWER_GUARD = f"DELETE FROM {GUARD} WHERE ctid = %(place)s::tid RETURNING id"
 
 LOCK_NAME = "SELECT pg_advisory_xact_lock(hashtext('django_eventbus.key'), hashtext(%(name)s))"
 
+# A transaction that has written to the log has this lock until it ends. A prepared transaction has
+# no process.
+LOG_WRITERS = f"""
+SELECT virtualtransaction FROM pg_locks
+WHERE locktype = 'relation' AND relation = '{LOG}'::regclass AND mode = 'RowExclusiveLock' AND granted
+  AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND pid IS DISTINCT FROM pg_backend_pid()"""
+
 RENEW = f"""
 UPDATE {WORKER} SET renewed_at = statement_timestamp(),
     expires_at = statement_timestamp() + make_interval(secs => %s)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 from django.db import IntegrityError
+from django.db.models import Q, TextField, Value
 from django.utils import timezone
 
 from django_eventbus.errors import introspection
@@ -25,6 +26,7 @@ POLL_EVERY = 0.01
 
 class SQLiteStore(Store):
     reports_wakeups: ClassVar[bool] = True
+    new_uuid = "LOWER(HEX(RANDOMBLOB(16)))"
     allows_concurrent_writes: ClassVar[bool] = False
 
     def claim(
@@ -45,6 +47,16 @@ class SQLiteStore(Store):
     def read_clock(self) -> datetime:
         # SQLite runs in this process and uses the clock of this machine.
         return self.clock() if self.clock is not None else timezone.now()
+
+    def ended_after(self, at: datetime, row_id: int) -> Q:
+        # SQLite compares times as text. Django writes a full second without decimals, but the clock
+        # of the database writes six decimals.
+        text = at.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+        later = Q(finished_at__gt=Value(text, output_field=TextField()))
+        return Q(finished_at__gte=at) & (later | Q(id__gt=row_id))
+
+    def late_writers(self, until: datetime) -> set[str]:
+        return set()  # Only one transaction at a time can write.
 
     def is_refused_commit(self, error: BaseException) -> bool:
         # The error does not name the table, so any violated foreign key counts. Django defers

@@ -1,0 +1,300 @@
+"""Replay events: copy ended events from the log into the queue, so that handlers run again.
+
+The log is never changed. A copy has its own id, and ``event.original_id`` is the id of the event
+that was published. Workers do the copying: each step of a replay is an event of the bus itself,
+whose handler copies a chunk and publishes the next step in the same transaction.
+"""
+
+from __future__ import annotations
+
+import builtins
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django_eventbus.conf import settings
+from django_eventbus.errors.suggestions import check_queue, did_you_mean
+from django_eventbus.events import Envelope
+from django_eventbus.exceptions import EventBusError
+from django_eventbus.models import ACTIVE_STATES, EventLog, EventReplay, ReplayState
+from django_eventbus.publishing.publisher import publish
+from django_eventbus.publishing.wakeup import wake_on_commit
+from django_eventbus.registry import Handler, registry, subscribe
+from django_eventbus.retention import STATUSES
+from django_eventbus.retries import RetryPolicy
+from django_eventbus.schema.names import check_name
+from django_eventbus.store import Store, store_for
+
+#: The type of the event that asks a worker to copy the next chunk of a replay.
+STEP = "django_eventbus.replay_step"
+#: Steps have the highest priority, so that they do not wait behind the copies.
+STEP_PRIORITY = 32_767
+#: Seconds after which a settlement that began before the replay has locked the log.
+FIRST_STEP_AFTER = 1.0
+#: The largest number of events that one step copies.
+STEP_SIZE = 5000
+#: A replay without a rate stops copying while this many of its copies wait in the queue, so that a
+#: cancelled replay ends soon and the queue stays small.
+MOST_WAITING = 20_000
+#: Seconds until the next step, if open transactions or waiting copies delay a replay.
+WAIT = 0.25
+#: Seconds between two steps of a replay with a rate.
+PACE = 1.0
+COUNTED_UP_TO = 1_000_000
+MOST_EVENT_IDS = 1000
+DELETE_CHUNK = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The progress of a replay. Counting stops at ``COUNTED_UP_TO``."""
+
+    state: ReplayState
+    #: The number of selected events at the start, and of events that were copied so far.
+    total: int
+    copied: int
+    #: The number of copies that are in the queue, and of copies that became dead letters.
+    waiting: int
+    dead: int
+
+    @property
+    def handled(self) -> int:
+        """The number of copies that have ended."""
+        return max(0, self.copied - self.waiting)
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in ACTIVE_STATES and not self.waiting
+
+
+def start(
+    *,
+    type: str = "",
+    since: datetime | None = None,
+    until: datetime | None = None,
+    handler: str | None = None,
+    status: str | None = None,
+    key: str | None = None,
+    event_id: uuid.UUID | EventLog | Iterable[uuid.UUID | EventLog] | None = None,
+    queue: str | None = None,
+    rate: float | None = None,
+    by: str = "",
+    using: str | None = None,
+) -> EventReplay:
+    """Start a replay of ended events, and return it. Workers carry it out.
+
+    The filters select completed events and dead letters of the log: ``type`` (may end in ``*``),
+    the time of their end (``since`` inclusive, ``until`` exclusive, default: now), ``key``, single
+    events (``event_id``), and ``status`` as in ``retention.purge()``, such as ``"completed"`` or
+    ``"dead"``. At least one filter is required; ``type="*"`` selects all events.
+
+    With ``handler``, only this handler receives the copies. Otherwise all handlers of the event
+    receive them, except handlers with ``replay=False``. Copies go to the queue of their original
+    event, or to ``queue``. ``rate`` is the largest number of copies per second.
+
+    Raises EventBusError for an unknown handler, queue or status.
+    """
+    store = store_for(using)
+    replay = _new(
+        store,
+        type=type,
+        since=since,
+        until=until,
+        handler=handler,
+        status=status,
+        key=key,
+        event_id=event_id,
+        queue=queue,
+        rate=rate,
+        by=by,
+    )
+    with store.atomic():
+        replay.total = store.selected(replay).count()
+        store.start_replay(replay)
+        _publish_step(replay, store, delay=FIRST_STEP_AFTER)
+    return replay
+
+
+def count(*, using: str | None = None, **filters: Any) -> int:
+    """Return how many events ``start()`` would select with these arguments."""
+    store = store_for(using)
+    return store.selected(_new(store, **filters)).count()
+
+
+def _new(
+    store: Store,
+    *,
+    type: str = "",
+    since: datetime | None = None,
+    until: datetime | None = None,
+    handler: str | None = None,
+    status: str | None = None,
+    key: str | None = None,
+    event_id: uuid.UUID | EventLog | Iterable[uuid.UUID | EventLog] | None = None,
+    queue: str | None = None,
+    rate: float | None = None,
+    by: str = "",
+) -> EventReplay:
+    if not type and all(each is None for each in (since, until, status, key, event_id)):
+        raise EventBusError("pass a filter; type='*' selects all events")
+    if type:
+        check_name(type, "the event type")
+    if "*" in type[:-1]:
+        raise EventBusError(f"a type may contain * only at its end, not {type!r}")
+    if handler is not None:
+        _check_handler(handler, type)
+    if queue is not None:
+        check_queue(queue)
+    if status is not None and status not in STATUSES:
+        raise EventBusError(f"status must be one of {', '.join(STATUSES)}, not {status!r}")
+    if rate is not None and not 0 < rate < float("inf"):
+        raise EventBusError(f"rate must be more than 0 events per second, not {rate!r}")
+    now = store.read_clock()
+    until = now if until is None else min(until, now)
+    if since is not None and since >= until:
+        raise EventBusError(f"since must be before until: {since} is not before {until}")
+    return EventReplay(
+        type=type,
+        since=since,
+        until=until,
+        handler=handler or "",
+        status=status or "",
+        key=key or "",
+        event_ids=None if event_id is None else _ids(event_id),
+        queue=queue or "",
+        rate=rate,
+        created_by=by[:200],
+    )
+
+
+def _check_handler(name: str, type_name: str) -> None:
+    found = registry.get(name)
+    if found is None:
+        known = [each.name for each in registry.all()]
+        raise EventBusError(f"there is no handler {name!r}{did_you_mean(name, known)}")
+    if not found.replay:
+        raise EventBusError(f"{name} is declared with replay=False, so it receives no replays")
+    if type_name and "*" not in type_name and not found.handles(type_name):
+        raise EventBusError(f"{name} does not handle events of the type {type_name!r}")
+
+
+def _ids(event: Any) -> builtins.list[str]:
+    many = [event] if isinstance(event, EventLog | uuid.UUID) else builtins.list(event)
+    if len(many) > MOST_EVENT_IDS:
+        raise EventBusError(
+            f"a replay of single events takes at most {MOST_EVENT_IDS:,} of them, not "
+            f"{len(many):,}: use filters"
+        )
+    return [str(each.event_id if isinstance(each, EventLog) else each) for each in many]
+
+
+def list(*, limit: int = 100, using: str | None = None) -> builtins.list[EventReplay]:
+    """Return the latest replays, the newest first."""
+    return builtins.list(store_for(using).replays.order_by("-id")[:limit])
+
+
+def progress(replay: EventReplay | int, *, using: str | None = None) -> Progress:
+    """Return the current progress of a replay."""
+    store = store_for(using)
+    row = store.replays.get(pk=replay.pk if isinstance(replay, EventReplay) else replay)
+    return Progress(
+        state=ReplayState(row.state),
+        total=row.total,
+        copied=row.copied,
+        waiting=store.waiting_copies(row.pk, at_most=COUNTED_UP_TO),
+        dead=store.dead_copies(row.pk, at_most=COUNTED_UP_TO),
+    )
+
+
+def cancel(
+    replay: EventReplay | int,
+    *,
+    using: str | None = None,
+    report: Callable[[int], None] = lambda deleted: None,
+) -> bool:
+    """Stop a replay, and delete its copies that no worker is handling.
+
+    Returns False if all copies have ended already. Copies that were handled are not undone.
+    """
+    store = store_for(using)
+    replay_id = replay.pk if isinstance(replay, EventReplay) else replay
+    with store.atomic():
+        row = store.lock_replay(replay_id)
+        if row is not None:
+            row.state, row.finished_at = ReplayState.CANCELLED, store.read_clock()
+            store.save_replay(row, "state", "finished_at")
+    deleted = 0
+    while chunk := store.delete_copies(replay_id, limit=DELETE_CHUNK):
+        deleted += chunk
+        report(deleted)
+    return row is not None or deleted > 0
+
+
+# -- the steps
+
+
+def _publish_step(replay: EventReplay, store: Store, delay: float | None = None) -> None:
+    publish(STEP, {"replay": replay.pk}, priority=STEP_PRIORITY, delay=delay, using=store.using)
+
+
+def take_step(event: Envelope[Any]) -> None:
+    """Copy the next events of a replay, and publish the next step in the same transaction."""
+    store = store_for(event.using)
+    replay = store.lock_replay(event.payload["replay"])
+    if replay is None:
+        return  # The replay was cancelled or deleted.
+    if replay.state == ReplayState.STARTING and _has_late_writers(store, replay):
+        _publish_step(replay, store, delay=WAIT)
+        return
+    room = _room(store, replay)
+    copied = store.copy_to_queue(replay, room)
+    if copied < room:
+        replay.state, replay.finished_at = ReplayState.COPIED, store.read_clock()
+        store.save_replay(replay, "state", "finished_at")
+        wake_on_commit(store.using)
+        return
+    _publish_step(replay, store, delay=_seconds_to_next(replay, copied))
+
+
+def _has_late_writers(store: Store, replay: EventReplay) -> bool:
+    """Return whether a transaction may still add selected events to the log.
+
+    An event gets the time of its end before its settlement is committed. So a settlement that was
+    open when the replay began can add an event behind the position of the replay.
+    """
+    open_now = store.late_writers(replay.until)
+    first = replay.waits_for is None
+    replay.waits_for = sorted(open_now if first else open_now.intersection(replay.waits_for))
+    if not replay.waits_for:
+        replay.state = ReplayState.COPYING
+    store.save_replay(replay, "state", "waits_for")
+    return bool(replay.waits_for)
+
+
+def _room(store: Store, replay: EventReplay) -> int:
+    if replay.rate is not None:
+        return max(1, min(STEP_SIZE, round(replay.rate * PACE)))
+    waiting = store.waiting_copies(replay.pk, at_most=MOST_WAITING)
+    return min(STEP_SIZE, MOST_WAITING - waiting)
+
+
+def _seconds_to_next(replay: EventReplay, copied: int) -> float | None:
+    if replay.rate is not None:
+        return max(copied, 1) / replay.rate
+    return None if copied else WAIT
+
+
+def register() -> Handler:
+    """Register the handler of the steps. The module ``handlers`` of the bus calls this."""
+    return subscribe(
+        STEP,
+        take_step,
+        name="django_eventbus.replay",
+        isolated=True,
+        retry=RetryPolicy(max_retries=100, max_delay=60),
+        breaker=False,
+        timeout=max(60.0, settings.HANDLER_TIMEOUT),
+        replay=False,
+    )
