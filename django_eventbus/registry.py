@@ -156,8 +156,8 @@ def handler(*subjects: Subject, **options: Unpack[HandlerOptions]) -> Callable[.
     CircuitBreaker, a dict that overrides values of the project's breaker, True for the defaults, or
     False for none), ``max_running`` (calls at the same time), ``rate`` (such as ``"100/m"``).
     ``executor`` says which processes run the handler: ``"worker"`` (the default), ``"celery"``,
-    ``"task"``, a CeleryExecutor or a TaskExecutor. With ``replay=False``, the handler never receives
-    events of a replay.
+    ``"task"``, a CeleryExecutor or a TaskExecutor. ``replay=False`` means that the handler never
+    receives events of a replay.
 
     For type checkers, the argument of the function is ``Envelope[OrderPaid]`` for one event class,
     ``Envelope[OrderPaid | OrderSent]`` for two event classes, and ``Envelope[Any]`` otherwise.

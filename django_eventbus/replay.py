@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from django_eventbus.conf import settings
 from django_eventbus.errors.suggestions import check_queue, did_you_mean
@@ -24,7 +24,7 @@ from django_eventbus.publishing.wakeup import wake_on_commit
 from django_eventbus.registry import Handler, registry, subscribe
 from django_eventbus.retention import STATUSES
 from django_eventbus.retries import RetryPolicy
-from django_eventbus.schema.names import check_name
+from django_eventbus.schema.names import MAX_NAME_LENGTH, check_name
 from django_eventbus.store import Store, store_for
 
 #: The type of the event that asks a worker to copy the next chunk of a replay.
@@ -38,8 +38,10 @@ STEP_SIZE = 5000
 #: A replay without a rate stops copying while this many of its copies wait in the queue, so that a
 #: cancelled replay ends soon and the queue stays small.
 MOST_WAITING = 20_000
-#: Seconds until the next step, if open transactions or waiting copies delay a replay.
+#: Seconds until the next step, if too many copies wait in the queue.
 WAIT = 0.25
+#: Seconds until the next step, if open transactions may still add events to the log.
+WAIT_FOR_WRITERS = 1.0
 #: Seconds between two steps of a replay with a rate.
 PACE = 1.0
 COUNTED_UP_TO = 1_000_000
@@ -69,19 +71,25 @@ class Progress:
         return self.state not in ACTIVE_STATES and not self.waiting
 
 
+class Selection(TypedDict, total=False):
+    """The filters that ``start`` and ``count`` accept, for type checkers."""
+
+    type: str
+    since: datetime | None
+    until: datetime | None
+    status: str | None
+    key: str | None
+    event_id: uuid.UUID | EventLog | Iterable[uuid.UUID | EventLog] | None
+
+
 def start(
     *,
-    type: str = "",
-    since: datetime | None = None,
-    until: datetime | None = None,
     handler: str | None = None,
-    status: str | None = None,
-    key: str | None = None,
-    event_id: uuid.UUID | EventLog | Iterable[uuid.UUID | EventLog] | None = None,
     queue: str | None = None,
     rate: float | None = None,
     by: str = "",
     using: str | None = None,
+    **selection: Unpack[Selection],
 ) -> EventReplay:
     """Start a replay of ended events, and return it. Workers carry it out.
 
@@ -97,19 +105,15 @@ def start(
     Raises EventBusError for an unknown handler, queue or status.
     """
     store = store_for(using)
-    replay = _new(
-        store,
-        type=type,
-        since=since,
-        until=until,
-        handler=handler,
-        status=status,
-        key=key,
-        event_id=event_id,
-        queue=queue,
-        rate=rate,
-        by=by,
-    )
+    replay = _selecting(store, **selection)
+    if handler is not None:
+        _check_handler(handler, replay.type)
+    if queue is not None:
+        check_queue(queue)
+    if rate is not None and not 0 < rate < float("inf"):
+        raise EventBusError(f"rate must be more than 0 events per second, not {rate!r}")
+    replay.handler, replay.queue, replay.rate = handler or "", queue or "", rate
+    replay.created_by = by[:MAX_NAME_LENGTH]
     with store.atomic():
         replay.total = store.selected(replay).count()
         store.start_replay(replay)
@@ -117,55 +121,42 @@ def start(
     return replay
 
 
-def count(*, using: str | None = None, **filters: Any) -> int:
-    """Return how many events ``start()`` would select with these arguments."""
+def count(*, using: str | None = None, **selection: Unpack[Selection]) -> int:
+    """Return how many events ``start()`` would select."""
     store = store_for(using)
-    return store.selected(_new(store, **filters)).count()
+    return store.selected(_selecting(store, **selection)).count()
 
 
-def _new(
+def _selecting(
     store: Store,
     *,
     type: str = "",
     since: datetime | None = None,
     until: datetime | None = None,
-    handler: str | None = None,
     status: str | None = None,
     key: str | None = None,
-    event_id: uuid.UUID | EventLog | Iterable[uuid.UUID | EventLog] | None = None,
-    queue: str | None = None,
-    rate: float | None = None,
-    by: str = "",
+    event_id: Any = None,
 ) -> EventReplay:
+    """Return a new replay with these filters. Raises EventBusError if a filter is invalid."""
     if not type and all(each is None for each in (since, until, status, key, event_id)):
         raise EventBusError("pass a filter; type='*' selects all events")
     if type:
         check_name(type, "the event type")
     if "*" in type[:-1]:
         raise EventBusError(f"a type may contain * only at its end, not {type!r}")
-    if handler is not None:
-        _check_handler(handler, type)
-    if queue is not None:
-        check_queue(queue)
     if status is not None and status not in STATUSES:
         raise EventBusError(f"status must be one of {', '.join(STATUSES)}, not {status!r}")
-    if rate is not None and not 0 < rate < float("inf"):
-        raise EventBusError(f"rate must be more than 0 events per second, not {rate!r}")
     now = store.read_clock()
-    until = now if until is None else min(until, now)
-    if since is not None and since >= until:
-        raise EventBusError(f"since must be before until: {since} is not before {until}")
+    end = now if until is None else min(until, now)
+    if since is not None and since >= end:
+        raise EventBusError(f"since must be before until: {since} is not before {end}")
     return EventReplay(
         type=type,
         since=since,
-        until=until,
-        handler=handler or "",
+        until=end,
         status=status or "",
         key=key or "",
         event_ids=None if event_id is None else _ids(event_id),
-        queue=queue or "",
-        rate=rate,
-        created_by=by[:200],
     )
 
 
@@ -246,7 +237,7 @@ def take_step(event: Envelope[Any]) -> None:
     if replay is None:
         return  # The replay was cancelled or deleted.
     if replay.state == ReplayState.STARTING and _has_late_writers(store, replay):
-        _publish_step(replay, store, delay=WAIT)
+        _publish_step(replay, store, delay=WAIT_FOR_WRITERS)
         return
     room = _room(store, replay)
     copied = store.copy_to_queue(replay, room)
@@ -265,8 +256,9 @@ def _has_late_writers(store: Store, replay: EventReplay) -> bool:
     open when the replay began can add an event behind the position of the replay.
     """
     open_now = store.late_writers(replay.until)
-    first = replay.waits_for is None
-    replay.waits_for = sorted(open_now if first else open_now.intersection(replay.waits_for))
+    if replay.waits_for is not None:
+        open_now &= set(replay.waits_for)
+    replay.waits_for = sorted(open_now)
     if not replay.waits_for:
         replay.state = ReplayState.COPYING
     store.save_replay(replay, "state", "waits_for")

@@ -43,6 +43,7 @@ ORDER = (
     "delivery",
     "worker",
     "retention",
+    "replay",
     "erasure",
     "dead_letters",
     "queued",
@@ -54,7 +55,7 @@ ORDER = (
 PUBLIC_MODULES = {
     *("apps", "conf", "exceptions", "handlers", "signals", "tasks", "testing"),
     *("events", "executors", "policies", "registry", "retries"),
-    *("breakers", "dead_letters", "erasure", "lanes", "pauses", "queued", "retention"),
+    *("breakers", "dead_letters", "erasure", "lanes", "pauses", "queued", "replay", "retention"),
     *("schedules", "status"),
 }
 #: They may import anything, and only apps.py imports them.

@@ -262,7 +262,8 @@ LOCK_NAME = "SELECT pg_advisory_xact_lock(hashtext('django_eventbus.key'), hasht
 # no process.
 LOG_WRITERS = f"""
 SELECT virtualtransaction FROM pg_locks
-WHERE locktype = 'relation' AND relation = '{LOG}'::regclass AND mode = 'RowExclusiveLock' AND granted
+WHERE locktype = 'relation' AND relation = '{LOG}'::regclass AND mode = 'RowExclusiveLock'
+  AND granted
   AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
   AND pid IS DISTINCT FROM pg_backend_pid()"""
 
