@@ -72,7 +72,7 @@ class Progress:
 
 
 class Selection(TypedDict, total=False):
-    """The filters that ``start`` and ``count`` accept, for type checkers."""
+    """The filters of a replay, for type checkers."""
 
     type: str
     since: datetime | None
@@ -82,15 +82,17 @@ class Selection(TypedDict, total=False):
     event_id: uuid.UUID | EventLog | Iterable[uuid.UUID | EventLog] | None
 
 
-def start(
-    *,
-    handler: str | None = None,
-    queue: str | None = None,
-    rate: float | None = None,
-    by: str = "",
-    using: str | None = None,
-    **selection: Unpack[Selection],
-) -> EventReplay:
+class Options(Selection, total=False):
+    """The arguments of ``start`` and ``prepare``, for type checkers."""
+
+    handler: str | None
+    queue: str | None
+    rate: float | None
+    by: str
+    using: str | None
+
+
+def start(**options: Unpack[Options]) -> EventReplay:
     """Start a replay of ended events, and return it. Workers carry it out.
 
     The filters select completed events and dead letters of the log: ``type`` (may end in ``*``),
@@ -100,10 +102,29 @@ def start(
 
     With ``handler``, only this handler receives the copies. Otherwise all handlers of the event
     receive them, except handlers with ``replay=False``. Copies go to the queue of their original
-    event, or to ``queue``. ``rate`` is the largest number of copies per second.
+    event, or to ``queue``. ``rate`` is the largest number of copies per second. ``by`` is the name
+    of the operator.
 
-    Raises EventBusError for an unknown handler, queue or status.
+    Raises EventBusError for an invalid filter, and for an unknown handler or queue.
     """
+    store = store_for(options.get("using"))
+    with store.atomic():
+        replay = prepare(**options)
+        store.start_replay(replay)
+        _publish_step(replay, store, delay=FIRST_STEP_AFTER)
+    return replay
+
+
+def prepare(
+    *,
+    handler: str | None = None,
+    queue: str | None = None,
+    rate: float | None = None,
+    by: str = "",
+    using: str | None = None,
+    **selection: Unpack[Selection],
+) -> EventReplay:
+    """Return the replay that ``start()`` would start; ``total`` is the number of its events."""
     store = store_for(using)
     replay = _selecting(store, **selection)
     if handler is not None:
@@ -114,17 +135,8 @@ def start(
         raise EventBusError(f"rate must be more than 0 events per second, not {rate!r}")
     replay.handler, replay.queue, replay.rate = handler or "", queue or "", rate
     replay.created_by = by[:MAX_NAME_LENGTH]
-    with store.atomic():
-        replay.total = store.selected(replay).count()
-        store.start_replay(replay)
-        _publish_step(replay, store, delay=FIRST_STEP_AFTER)
+    replay.total = store.selected(replay).count()
     return replay
-
-
-def count(*, using: str | None = None, **selection: Unpack[Selection]) -> int:
-    """Return how many events ``start()`` would select."""
-    store = store_for(using)
-    return store.selected(_selecting(store, **selection)).count()
 
 
 def _selecting(

@@ -142,7 +142,7 @@ def test_filters_select_events(filters, expected):
     publish("order.placed", 3, key="order:3")
     publish("mail.sent", 4)
     drain(raise_errors=False)
-    assert replay.count(**filters) == len(expected)
+    assert replay.prepare(**filters).total == len(expected)
     replay.start(**filters)
     drain(until=timedelta(seconds=2), raise_errors=False)
     store = store_for()
@@ -159,9 +159,9 @@ def test_the_period_includes_its_start_and_excludes_its_end():
         publish("order.placed", number)
         drain()
     ends = list(EventLog.objects.order_by("finished_at").values_list("finished_at", flat=True))
-    assert replay.count(since=ends[1]) == 2
-    assert replay.count(until=ends[1]) == 1
-    assert replay.count(since=ends[0], until=ends[2]) == 2
+    assert replay.prepare(since=ends[1]).total == 2
+    assert replay.prepare(until=ends[1]).total == 1
+    assert replay.prepare(since=ends[0], until=ends[2]).total == 2
 
 
 def test_copies_of_a_key_are_handled_in_the_order_of_their_originals(monkeypatch):

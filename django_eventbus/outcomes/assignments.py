@@ -33,3 +33,11 @@ def handlers_of(event: ClaimedEvent) -> HandlersOfType:
     """Return the handlers of this process that receive the event, whatever their executor is."""
     found = registry.handlers_for(event.type)
     return found if event.replay_of is None else found.for_replay(event.only_handler)
+
+
+def all_refuse_replays(event: ClaimedEvent) -> bool:
+    """Return whether the event is a copy, and all its handlers are declared with replay=False."""
+    if event.replay_of is None or event.only_handler is not None:
+        return False
+    every = registry.handlers_for(event.type).all
+    return bool(every) and not any(each.replay for each in every)

@@ -15,10 +15,15 @@ from typing import Any
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
 from django_eventbus.models import LogStatus
-from django_eventbus.outcomes.assignments import EVERY_HANDLER, Assignment, handlers_of
+from django_eventbus.outcomes.assignments import (
+    EVERY_HANDLER,
+    Assignment,
+    all_refuse_replays,
+    handlers_of,
+)
 from django_eventbus.outcomes.endings import blocked_lane
 from django_eventbus.outcomes.stored import errors_of, states_of
-from django_eventbus.registry import Handler, registry
+from django_eventbus.registry import Handler
 from django_eventbus.retries import GiveUpAtOnce, RetryIn, RetryPolicy, decide
 from django_eventbus.schema.claims import ClaimedEvent
 from django_eventbus.schema.deliveries import (
@@ -207,18 +212,11 @@ class EventRun:
             return []
         known = handlers_of(self.event).names
         if not known and not self.states:
-            if self._no_handler_wants_replays():
+            if all_refuse_replays(self.event):
                 return []
             return [] if held else [NO_HANDLER]
         missing = (name for name in self.states if name not in known and name not in held)
         return [name for name in missing if self._is_due(name)]
-
-    def _no_handler_wants_replays(self) -> bool:
-        """Return whether all handlers of a copied event are declared with ``replay=False``."""
-        event = self.event
-        if event.replay_of is None or event.only_handler is not None:
-            return False
-        return bool(registry.handlers_for(event.type).names)
 
     def attempt_of(self, name: str) -> int:
         lost = self.event.crashes + self.event.interruptions

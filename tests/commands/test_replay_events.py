@@ -104,8 +104,8 @@ def test_no_matching_event_starts_no_replay(seen):
     ("arguments", "message"),
     [
         ((), "pass a filter"),
-        (("--type", "*", "--yes", "--handler", "projektion"), "did you mean 'projection'"),
-        (("--type", "*", "--yes", "--rate", "0"), "more than 0"),
+        (("--type", "*", "--dry-run", "--handler", "projektion"), "did you mean 'projection'"),
+        (("--type", "*", "--dry-run", "--rate", "0"), "more than 0"),
         (("--follow", "9999999"), "no replay 9999999"),
         (("--cancel", "9999999"), "no replay 9999999"),
         (("--type", "*", "--since", "yesterday"), "'yesterday' is not a time"),

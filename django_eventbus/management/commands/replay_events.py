@@ -36,6 +36,8 @@ LOOK_EVERY = 0.5
 BAR_WIDTH = 20
 LISTED = 20
 LARGEST_ID = 10**12 - 1
+#: The arguments of ``replay.start`` that are options of the command.
+OPTIONS = ("type", "since", "until", "status", "key", "event_id", "handler", "queue", "rate")
 
 
 class Command(BaseCommand):
@@ -98,19 +100,16 @@ class Command(BaseCommand):
             raise CommandError(f"there is no replay {wanted}: see --list") from None
 
     def _start(self, options: dict[str, Any]) -> None:
-        selection: Any = {name: options[name] for name in replay.Selection.__annotations__}
-        # A fixed end, so that the replay selects the events that were counted.
-        if selection["until"] is None and any(selection.values()):
-            selection["until"] = store_for(self.using).read_clock()
-        count = replay.count(using=self.using, **selection)
-        to = options["handler"] or "all their handlers"
+        given: Any = {name: options[name] for name in OPTIONS}
+        planned = replay.prepare(using=self.using, **given)
+        count, to = planned.total, planned.handler or "all their handlers"
         if options["dry_run"]:
             self._write(f"Would replay {_events(count)} to {to}.", {"selected": count})
         elif not count:
             self._write("No event matches the filters.", {"selected": 0})
         elif confirmed(f"Replay {_events(count)} to {to}?", yes=options["yes"]):
-            others = {name: options[name] for name in ("handler", "queue", "rate")}
-            started = replay.start(using=self.using, **others, **selection)
+            # The end is fixed, so that the replay selects the events that were counted.
+            started = replay.start(using=self.using, **{**given, "until": planned.until})
             if options["detach"]:
                 self._write(f"Started replay {started.pk}.", {"id": started.pk, "selected": count})
             else:
