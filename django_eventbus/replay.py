@@ -50,8 +50,8 @@ DELETE_CHUNK = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The progress of a replay. Counting stops at ``COUNTED_UP_TO``."""
+class ReplayStatus:
+    """The current numbers of a replay. Counting stops at ``COUNTED_UP_TO``."""
 
     state: ReplayState
     #: The number of selected events at the start, and of events that were copied so far.
@@ -198,11 +198,11 @@ def list(*, limit: int = 100, using: str | None = None) -> builtins.list[EventRe
     return builtins.list(store_for(using).replays.order_by("-id")[:limit])
 
 
-def progress(replay: EventReplay | int, *, using: str | None = None) -> Progress:
-    """Return the current progress of a replay."""
+def status(replay: EventReplay | int, *, using: str | None = None) -> ReplayStatus:
+    """Return the current numbers of a replay."""
     store = store_for(using)
     row = store.replays.get(pk=replay.pk if isinstance(replay, EventReplay) else replay)
-    return Progress(
+    return ReplayStatus(
         state=ReplayState(row.state),
         total=row.total,
         copied=row.copied,

@@ -218,12 +218,12 @@ def test_a_rate_limits_the_copies_per_second():
     steps.delete()
     for copied in (4, 8):
         replay.take_step(step_of(started))
-        assert replay.progress(started).copied == copied
+        assert replay.status(started).copied == copied
         step = steps.get()
         assert step.due_at - step.created_at == timedelta(seconds=1)
         steps.delete()
     replay.take_step(step_of(started))
-    assert replay.progress(started).state == ReplayState.COPIED
+    assert replay.status(started).state == ReplayState.COPIED
 
 
 def test_a_cancelled_replay_copies_no_further_event_and_deletes_its_waiting_copies():
@@ -235,11 +235,11 @@ def test_a_cancelled_replay_copies_no_further_event_and_deletes_its_waiting_copi
     started = replay.start(type="order.*", rate=4)
     drain(queues=("mail",), until=timedelta(seconds=1))
     replay.take_step(step_of(started))
-    assert replay.progress(started).waiting == 4
+    assert replay.status(started).waiting == 4
     assert replay.cancel(started)
     drain(until=timedelta(minutes=1))
     assert seen == []
-    progress = replay.progress(started)
+    progress = replay.status(started)
     assert (progress.state, progress.copied, progress.waiting) == (ReplayState.CANCELLED, 4, 0)
     assert progress.is_over
     assert not replay.cancel(started)
@@ -259,11 +259,11 @@ def test_the_progress_of_a_replay_is_shown():
         publish("order.placed", number)
     drain()
     started = replay.start(type="order.*", by="ada")
-    assert replay.progress(started) == replay.Progress(
+    assert replay.status(started) == replay.ReplayStatus(
         state=ReplayState.STARTING, total=3, copied=0, waiting=0, dead=0
     )
     drain(until=timedelta(minutes=1))
-    progress = replay.progress(started.pk)
+    progress = replay.status(started.pk)
     assert (progress.state, progress.handled, progress.is_over) == (ReplayState.COPIED, 3, True)
     assert [each.created_by for each in replay.list()] == ["ada"]
 

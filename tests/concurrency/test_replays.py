@@ -37,10 +37,10 @@ def test_an_event_that_is_committed_late_is_not_missed():
         started = replay.start(type="order.*")
         for _ in range(2):
             take_step(started)
-            assert replay.progress(started).state == ReplayState.STARTING
+            assert replay.status(started).state == ReplayState.STARTING
         commit()
     take_step(started)
-    assert replay.progress(started).state == ReplayState.COPIED
+    assert replay.status(started).state == ReplayState.COPIED
     drain()
     assert [each.payload for each in seen] == ["late"]
 
@@ -62,8 +62,8 @@ def test_workers_that_are_killed_copy_and_handle_each_event_once(start_worker):
         worker.signal_all(signal.SIGKILL)
         worker.wait()
     worker = start_worker("--processes", "2")
-    eventually(lambda: replay.progress(started).is_over, lambda: worker.log)
+    eventually(lambda: replay.status(started).is_over, lambda: worker.log)
     notes = sorted(int(each) for each in Effect.objects.values_list("note", flat=True))
     assert notes == list(range(600))
     assert EventLog.objects.filter(replay_id=started.pk).count() == 600
-    assert replay.progress(started).dead == 0
+    assert replay.status(started).dead == 0

@@ -27,7 +27,7 @@ from django_eventbus.management.console import (
     period,
 )
 from django_eventbus.models import EventReplay
-from django_eventbus.replay import Progress
+from django_eventbus.replay import ReplayStatus
 from django_eventbus.retention import STATUSES
 from django_eventbus.status import in_words
 from django_eventbus.store import store_for
@@ -117,14 +117,14 @@ class Command(BaseCommand):
 
     def _follow(self, replay_id: int) -> None:
         """Show the progress until all copies have ended. Ctrl-C does not stop the replay."""
-        began, first = time.monotonic(), replay.progress(replay_id, using=self.using)
+        began, first = time.monotonic(), replay.status(replay_id, using=self.using)
         progress = first
         try:
             while not progress.is_over:
                 self._show(progress, first, time.monotonic() - began)
                 self._warn_without_workers()
                 time.sleep(LOOK_EVERY)
-                progress = replay.progress(replay_id, using=self.using)
+                progress = replay.status(replay_id, using=self.using)
         except KeyboardInterrupt:
             conclude(
                 self.stdout,
@@ -136,7 +136,7 @@ class Command(BaseCommand):
         text = f"Replay {replay_id} is {progress.state.label}: {_events(progress.handled)} handled"
         self._write(f"{text}{dead}.", {"id": replay_id, **asdict(progress)})
 
-    def _show(self, progress: Progress, first: Progress, seconds: float) -> None:
+    def _show(self, progress: ReplayStatus, first: ReplayStatus, seconds: float) -> None:
         if self.stdout.isatty() and not self.as_json:
             self.stdout.write(f"{CLEAR_LINE}{_bar(progress, first, seconds)}", ending="")
             self.stdout.flush()
@@ -159,11 +159,11 @@ class Command(BaseCommand):
     def _list(self) -> None:
         rows = replay.list(limit=LISTED, using=self.using)
         if self.as_json:
-            records = [_record(each, replay.progress(each, using=self.using)) for each in rows]
+            records = [_record(each, replay.status(each, using=self.using)) for each in rows]
             self.stdout.write(json.dumps(records))
             return
         for each in rows:
-            done = replay.progress(each, using=self.using)
+            done = replay.status(each, using=self.using)
             self.stdout.write(
                 f"{each.pk:>6}  {each.created_at:%Y-%m-%d %H:%M}  {done.state.label:<10} "
                 f"{done.handled:>9,} of {done.total:,}  {each.type or '*'}"
@@ -176,7 +176,7 @@ class Command(BaseCommand):
         conclude(self.stdout, json.dumps(record) if self.as_json else text)
 
 
-def _record(row: EventReplay, progress: Progress) -> dict[str, Any]:
+def _record(row: EventReplay, progress: ReplayStatus) -> dict[str, Any]:
     return {
         "id": row.pk,
         "type": row.type,
@@ -187,7 +187,7 @@ def _record(row: EventReplay, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _bar(progress: Progress, first: Progress, seconds: float) -> str:
+def _bar(progress: ReplayStatus, first: ReplayStatus, seconds: float) -> str:
     total = max(progress.total, progress.copied, 1)
     filled = BAR_WIDTH * progress.handled // total
     text = f"[{'#' * filled:<{BAR_WIDTH}}] {progress.handled:,} of {total:,}"
