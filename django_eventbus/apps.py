@@ -1,9 +1,12 @@
 """The app configuration.
 
-It registers the checks and imports the modules ``events`` and ``handlers`` of all apps.
+It registers the checks, installs the tracer if OpenTelemetry is installed, and imports the modules
+``events`` and ``handlers`` of all apps.
 """
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 from django.apps import AppConfig
 from django.utils.module_loading import autodiscover_modules
@@ -18,4 +21,15 @@ class EventBusConfig(AppConfig):
     def ready(self) -> None:
         from django_eventbus import checks  # noqa: F401 - the import registers the checks
 
+        if _has_opentelemetry():
+            from django_eventbus.integrations import opentelemetry
+
+            opentelemetry.install()
+
         autodiscover_modules("events", "handlers")
+
+
+def _has_opentelemetry() -> bool:
+    # ``opentelemetry`` is a namespace package. Other distributions than opentelemetry-api also
+    # create it.
+    return find_spec("opentelemetry") is not None and find_spec("opentelemetry.trace") is not None

@@ -115,6 +115,9 @@ class Settings:
     MAX_MEMORY: int = 0
     #: Minutes for which the statistics of workers are kept.
     STATISTICS_MINUTES: int = 1440
+    #: How the span of a handler call refers to the span that published the event, if OpenTelemetry
+    #: is installed: "link" starts a new trace with a link, "parent" continues the trace.
+    TRACE_PARENT: str = "link"
     #: Whether LISTEN/NOTIFY wakes workers on PostgreSQL. Set it to False behind a connection pooler
     #: in transaction mode, where workers receive no notifications.
     NOTIFY: bool = True

@@ -8,6 +8,7 @@ from celery import shared_task
 
 from django_eventbus.executors import CeleryExecutor
 from django_eventbus.integrations import celery_drain, celery_executor, messages
+from django_eventbus.tracing import spans
 
 
 @shared_task(name=celery_executor.DELIVER, ignore_result=True)  # type: ignore[untyped-decorator]
@@ -17,7 +18,9 @@ def deliver(*args: Any, **content: Any) -> None:
     The bus sends no ``args``. They are accepted here, so that a message with args is counted as any
     other malformed message.
     """
-    messages.deliver({**content, "args": args} if args else content, executor=CeleryExecutor.name)
+    content = {**content, "args": args} if args else content
+    with spans.continued(celery_executor.headers_of_message()):
+        messages.deliver(content, executor=CeleryExecutor.name)
 
 
 @shared_task(name=celery_drain.DRAIN, ignore_result=True)  # type: ignore[untyped-decorator]

@@ -25,6 +25,7 @@ ORDER = (
     "conf",
     "schema",
     "errors",
+    "tracing",
     "events",
     "retries",
     "policies",

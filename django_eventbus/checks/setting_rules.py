@@ -234,4 +234,5 @@ RULES: dict[str, tuple[str, Rule]] = {
     "HANDOFF_DEADLINE": ("E133", seconds(least=5)),
     "HANDOFF_WINDOW": ("E134", a_whole_number(1)),
     "CELERY_DRAIN": ("E135", a_switch),
+    "TRACE_PARENT": ("E139", one_of("link", "parent")),
 }

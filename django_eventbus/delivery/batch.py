@@ -72,8 +72,8 @@ class Batch:
     #: Ids of lanes of which this batch starts no further event, and how long each lane waits after
     #: its release. These lanes need not be blocked lanes, which wait for an operator.
     blocked: dict[int, Wait] = field(default_factory=dict)
-    #: The row ids of the events that were handed off to another executor.
-    handed_off: dict[HandOff, list[int]] = field(default_factory=dict)
+    #: The events that were handed off to another executor.
+    handed_off: dict[HandOff, list[ClaimedEvent]] = field(default_factory=dict)
     #: Whether to start no further event of this batch. The flag is never reset: otherwise later
     #: events would overtake the events that were skipped.
     halted: bool = False
@@ -139,7 +139,7 @@ class Batch:
     def note_hand_off(self, event: ClaimedEvent, settlement: Settlement) -> None:
         """Remember a hand-off that was committed, so that its message is sent after the batch."""
         if settlement.hand_off is not None:
-            self.handed_off.setdefault(settlement.hand_off, []).append(event.row_id)
+            self.handed_off.setdefault(settlement.hand_off, []).append(event)
 
     def block(self, event: ClaimedEvent, wait: Wait = AT_ONCE) -> None:
         """Start no later event of the lane, because this event has no known outcome yet."""

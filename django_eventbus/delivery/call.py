@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from asgiref.sync import sync_to_async
@@ -23,10 +24,15 @@ from django_eventbus.exceptions import EventBusError, HandlerTimeout
 from django_eventbus.flow.admission import Turns
 from django_eventbus.outcomes.event_run import EventRun
 from django_eventbus.registry import Handler
+from django_eventbus.tracing import spans
+from django_eventbus.tracing.spans import ProcessSpan, Tracer
 
 logger = logging.getLogger(__name__)
 
 NO_ROW = -1
+#: Seconds that the code of the project may take to describe an error for a span. The error is
+#: described again, with the handler's deadline, for the ``errors`` column.
+DESCRIBE_SECONDS = 1.0
 
 
 class NotStartedError(EventBusError):
@@ -39,9 +45,30 @@ class Caller:
     def __init__(self, watch: Watch, loop: AsyncLoop) -> None:
         self.watch = watch
         self.loop = loop
+        self.tracer: Tracer | None = None
+
+    def begin_batch(self) -> None:
+        self.tracer = spans.tracer()
 
     def call(self, progress: EventRun, handler: Handler) -> None:
         """Call a handler. Raises the error of the handler, or HandlerTimeout at its deadline."""
+        if self.tracer is None:
+            self._call(progress, handler)
+            return
+        # The span begins before the deadline and ends after it, so that HandlerTimeout can
+        # interrupt neither.
+        span = self.tracer.process(progress.event, handler.name, progress.attempt_of(handler.name))
+        span.begin()
+        try:
+            self._call(progress, handler)
+        except BaseException as error:
+            span.leave()
+            self._end_span(span, progress, handler, error)
+            raise
+        span.leave()
+        self._end_span(span, progress, handler)
+
+    def _call(self, progress: EventRun, handler: Handler) -> None:
         event = progress.event
         progress.current = handler
         envelope = _envelope(progress, handler)
@@ -82,6 +109,11 @@ class Caller:
         ``alone`` is true, the handler gets an event loop that no other handler uses.
         """
         envelope = _envelope(progress, handler)
+        span = (
+            self.tracer.process(progress.event, handler.name, envelope.attempt)
+            if self.tracer is not None
+            else None
+        )
 
         async def run() -> BaseException | None:
             set_current_event_id(progress.event.event_id)
@@ -90,7 +122,7 @@ class Caller:
                 async with turn, asyncio.timeout(handler.deadline):
                     if stopped():
                         return NotStartedError("the worker was stopped, or the queue was paused")
-                    await handler.func(envelope)
+                    await _traced(span, handler, envelope)
             except BaseException as error:
                 # Return the error instead of raising it: a SystemExit would end the event loop and
                 # all its coroutines.
@@ -98,13 +130,34 @@ class Caller:
                 return error
             return None
 
-        return self.loop.start(f"{handler.name} on {progress.event.event_id}", run, alone=alone)
+        name = f"{handler.name} on {progress.event.event_id}"
+        running = self.loop.start(name, run, alone=alone)
+        return running if span is None else replace(running, span=span)
+
+    def cancel(self, running: Running) -> None:
+        """Cancel a coroutine whose result is not needed."""
+        running.cancel()
+        if running.span is not None:
+            running.span.end(_unexplained(asyncio.CancelledError()))
 
     def collect(self, progress: EventRun, handler: Handler, running: Running) -> None:
         """Wait until a coroutine ends. Raises its error if it failed.
 
         Raises LoopBlockedError if another coroutine blocked or closed the event loop.
         """
+        if running.span is None:
+            self._collect(progress, handler, running)
+            return
+        # The error is described in this thread and not by the coroutine: a __str__ that hangs would
+        # block the event loop.
+        try:
+            self._collect(progress, handler, running)
+        except BaseException as error:
+            self._end_span(running.span, progress, handler, error)
+            raise
+        self._end_span(running.span, progress, handler)
+
+    def _collect(self, progress: EventRun, handler: Handler, running: Running) -> None:
         # asyncio.timeout() cannot end a coroutine that blocks its event loop. So outcome() stops
         # waiting after ``within`` seconds, and the watch interrupts this thread after ``last``
         # seconds. The watch also shows the supervisor which handler runs.
@@ -152,6 +205,39 @@ class Caller:
             )
             progress.fail(handler.name, unfit, policy, seconds, record)
 
+    def _end_span(
+        self,
+        span: ProcessSpan,
+        progress: EventRun,
+        handler: Handler,
+        error: BaseException | None = None,
+    ) -> None:
+        if not span.is_recording:
+            span.end()
+            return
+        progress.spans += (span,)
+        span.end(None if error is None else self._described(progress, handler, error))
+
+    def _described(
+        self, progress: EventRun, handler: Handler, error: BaseException
+    ) -> dict[str, Any]:
+        """Return the record of an error for its span: redacted, and within a deadline."""
+        seconds = min(handler.deadline, DESCRIBE_SECONDS)
+        self.watch.start(progress.event.row_id, handler.stored_name, seconds)
+        try:
+            try:
+                return failures.describe(
+                    _with_timeout_named(error, handler),
+                    handler=handler.name,
+                    attempt=progress.attempt_of(handler.name),
+                    at=progress.event.database_now(),
+                )
+            finally:
+                self.watch.stop()
+        except BaseException:
+            self.watch.stop()  # HandlerTimeout may have interrupted the first stop().
+            return _unexplained(error)
+
     def guarded(self, hook: Callable[[], Any]) -> Callable[[], Any]:
         """Wrap an on_commit callback: it gets a deadline, and its error stops no other callback."""
 
@@ -167,6 +253,23 @@ class Caller:
                 logger.error("an on_commit callback failed: %s", introspection.type_name(error))
 
         return run
+
+
+async def _traced(span: ProcessSpan | None, handler: Handler, envelope: Envelope[Any]) -> None:
+    """Await an async handler in its span. ``Caller.collect`` ends the span."""
+    if span is None:
+        await handler.func(envelope)
+        return
+    span.begin()
+    try:
+        await handler.func(envelope)
+    finally:
+        span.leave()
+
+
+def _unexplained(error: BaseException) -> dict[str, Any]:
+    """Return the part of an error's record that no code of the project can change."""
+    return {"type": introspection.type_name(error), "message": "", "traceback": ""}
 
 
 def _run_and_log(hook: Callable[[], Any]) -> None:
@@ -203,17 +306,24 @@ def _envelope(progress: EventRun, handler: Handler) -> Envelope[Any]:
 
 def explained(error: BaseException, handler: Handler) -> BaseException:
     """Return the error, with a hint for the developer if there is one."""
-    kind = type(error)
-    if issubclass(kind, HandlerTimeout | TimeoutError) and not introspection.message(error):
-        text = f"{handler.name} ran longer than {handler.deadline:g} s"
-        return TimeoutError(text).with_traceback(introspection.traceback_of(error))
-    if issubclass(kind, RuntimeError) and "durable atomic block" in introspection.message(error):
+    error = _with_timeout_named(error, handler)
+    is_runtime_error = issubclass(type(error), RuntimeError)
+    if is_runtime_error and "durable atomic block" in introspection.message(error):
         BaseException.add_note(
             error,
             "Handlers run inside the worker's transaction. Declare a handler that needs its own "
             "transaction with @handler(..., atomic=False).",
         )
     return error
+
+
+def _with_timeout_named(error: BaseException, handler: Handler) -> BaseException:
+    """Return the error; for a timeout without a message, return one that names the deadline."""
+    is_timeout = issubclass(type(error), HandlerTimeout | TimeoutError)
+    if not is_timeout or introspection.message(error):
+        return error
+    text = f"{handler.name} ran longer than {handler.deadline:g} s"
+    return TimeoutError(text).with_traceback(introspection.traceback_of(error))
 
 
 def _description_failed(error: BaseException, handler: Handler, broken: BaseException) -> Exception:

@@ -81,6 +81,7 @@ class Deliverer:
         """Run the handlers of a claim's events, and release the events that were not started."""
         batch = Batch.of(events)
         self.handlers.begin_batch()
+        self.caller.begin_batch()
         self.caller.watch.connection = self.store.connection
         for event in events:
             if event.is_new and event.lane_id not in batch.cut:

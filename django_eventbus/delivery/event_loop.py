@@ -25,6 +25,7 @@ from typing import Any
 
 from django_eventbus.errors import introspection
 from django_eventbus.exceptions import EventBusError, HandlerTimeout
+from django_eventbus.tracing.spans import ProcessSpan
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,8 @@ class Running:
     loop: LoopThread
     future: Result
     task: Future[None] | None
+    #: The span of the handler call, if it is traced.
+    span: ProcessSpan | None = None
 
     def cancel(self) -> None:
         if self.task is not None:

@@ -28,7 +28,9 @@ from django_eventbus.flow.decisions import (
     message_sent,
 )
 from django_eventbus.registry import registry
+from django_eventbus.schema.claims import ClaimedEvent
 from django_eventbus.store import After, HandOff, HeldBy, Wait
+from django_eventbus.tracing import spans
 
 logger = logging.getLogger(__name__)
 
@@ -49,19 +51,24 @@ class HandOffSender:
         self.report = report
 
     def send_all(self, batch: Batch) -> None:
-        for hand_off, rows in batch.handed_off.items():
+        for hand_off, events in batch.handed_off.items():
             handler = registry.get(hand_off.handler)
             if handler is not None and handler.executor is not None:
-                self._send(batch.queue, handler.executor, hand_off, rows)
+                self._send(batch.queue, handler.executor, hand_off, events)
 
-    def _send(self, queue: str, executor: Executor, hand_off: HandOff, rows: list[int]) -> None:
+    def _send(
+        self, queue: str, executor: Executor, hand_off: HandOff, events: list[ClaimedEvent]
+    ) -> None:
+        rows = [each.row_id for each in events]
         for start in range(0, len(rows), executor.batch):
-            some = rows[start : start + executor.batch]
+            stop = start + executor.batch
+            some = rows[start:stop]
             message = Message(self.store.using, queue, hand_off.handler, hand_off.token, some)
             reached("hand_off.before_send")
             self.report()
             try:
-                _sender(executor.sender)(executor, message, hand_off.seconds)
+                with spans.sending(executor.name, hand_off.handler, events[start:stop]):
+                    _sender(executor.sender)(executor, message, hand_off.seconds)
             except Exception as error:
                 wait = self._wait_after(executor, hand_off.handler, error)
                 self._take_back(hand_off, rows[start:], wait)

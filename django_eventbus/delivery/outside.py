@@ -145,7 +145,7 @@ class OutsideRunner:
         # The event was set aside, so its claim has ended and no result of its coroutines could be
         # settled.
         for _, _, each in running:
-            each.cancel()
+            self.caller.cancel(each)
         return False
 
     def _call_plain(self, run: EventRun, handler: Handler) -> None:

@@ -8,6 +8,7 @@ aside events that cannot be read or settled.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from django_eventbus.store import (
     set_aside,
     through_outage,
 )
+from django_eventbus.tracing import spans
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -63,11 +65,14 @@ class Settler:
         self.statistics = statistics
         self.admission = admission
         self.pause = pause
+        #: The time, in Unix nanoseconds, at which the last settlement began.
+        self._began = 0
 
     # -- write
 
     def write(self, batch: Batch, settlements: Sequence[Settlement]) -> None:
         """Write settlements in the open transaction, together with the work of atomic handlers."""
+        self._began = time.time_ns()
         self.store.settle(batch.token, [each for each in settlements if not each.is_on_disk])
         reached("settle.before_commit")
 
@@ -82,6 +87,8 @@ class Settler:
         """Settle an event for which no handler was called. Return False if its claim was lost."""
         if not self._write_alone(batch, event, verdict):
             return False
+        if (tracer := spans.tracer()) is not None:
+            tracer.settled([event], [], self._began)
         self._report(batch, event, verdict, ())
         return True
 
@@ -124,13 +131,14 @@ class Settler:
         self, batch: Batch, runs: Sequence[EventRun], settlements: Sequence[Settlement]
     ) -> None:
         """Count and report the events of a group. Count all successful events with one call."""
+        self._trace(runs)
         quiet = not (delivery_succeeded.has_listeners() or self._notes_outcomes())
         succeeded: list[Settled] = []
         for run, settlement in zip(runs, settlements, strict=True):
             if quiet and settlement.counts_as == DONE:
                 succeeded.append((run.event, settlement, run.outcomes))
             else:
-                self.committed(batch, run, settlement)
+                self._committed(batch, run, settlement)
         batch.tally.handled += len(succeeded)
         if self.statistics is not None:
             self.statistics.count(batch.queue, succeeded)
@@ -141,9 +149,21 @@ class Settler:
         If only handlers outside of a transaction remain, they run later (see
         ``Batch.run_outside``).
         """
+        self._trace([run])
+        self._committed(batch, run, settlement)
+
+    def _committed(self, batch: Batch, run: EventRun, settlement: Settlement) -> None:
         self._report(batch, run.event, settlement, run.commit())
         if settlement.goes_on and not run.atomic:
             batch.run_outside(run)
+
+    def _trace(self, runs: Sequence[EventRun]) -> None:
+        """Record a span for the settlement of the handler calls that have a recorded span."""
+        called = [span for run in runs for span in run.spans]
+        if called and (tracer := spans.tracer()) is not None:
+            tracer.settled([run.event for run in runs], called, self._began)
+            for run in runs:
+                run.spans = ()
 
     def _report(
         self,

@@ -21,6 +21,7 @@ from django_eventbus.exceptions import (
     EventBusError,
     MessageRefusedError,
 )
+from django_eventbus.tracing import spans
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Broker:
         _check_app()
         task = current_app.tasks.get(task_name)
         send = partial(current_app.send_task, task_name) if task is None else task.apply_async
+        options = {**options, **_trace_headers(options)}
         send = partial(send, args=args, kwargs=kwargs, task_id=task_id, retry=False, **options)
         if task is not None and current_app.conf.task_always_eager:
             send()
@@ -182,6 +184,12 @@ class Broker:
             failures.in_a_line(error),
         )
         return BrokerUnavailableError("Celery's broker is unavailable", retry_in=wait)
+
+
+def _trace_headers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the option ``headers`` with the current trace, which Celery's tracing reads."""
+    trace = spans.message_headers()
+    return {"headers": {**trace, **(options.get("headers") or {})}} if trace else {}
 
 
 def has_app() -> bool:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from typing import Any
+
+from celery import current_task
 
 from django_eventbus.executors import CeleryExecutor, Message
 from django_eventbus.integrations import celery_broker
@@ -29,3 +32,9 @@ def send(executor: CeleryExecutor, message: Message, expires: float) -> None:
             "serializer": "json",
         },
     )
+
+
+def headers_of_message() -> dict[str, Any]:
+    """Return the headers of the message that this process handles, or {}. They are not trusted."""
+    headers = current_task.request.headers if current_task else None
+    return headers if isinstance(headers, dict) else {}

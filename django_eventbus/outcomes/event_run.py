@@ -48,6 +48,7 @@ from django_eventbus.store import (
     Wait,
     soonest,
 )
+from django_eventbus.tracing.spans import ProcessSpan
 
 NO_HANDLER = "(no handler)"
 ALL_HANDLERS = "(all handlers)"
@@ -89,6 +90,7 @@ class EventRun:
         "outcomes",
         "outside",
         "ran",
+        "spans",
         "states",
     )
 
@@ -99,6 +101,8 @@ class EventRun:
         self.errors: list[dict[str, Any]] = errors_of(event)
         self.outcomes: list[Outcome] = []
         self.current: Handler | None = None
+        #: The recorded spans of the handler calls since the last settlement.
+        self.spans: tuple[ProcessSpan, ...] = ()
         self.halted = self.ran = False
         #: ``held`` contains the names of the handlers that do not run now, because a flow control
         #: stops them or only other workers have them. ``held_for`` is how long the event waits.

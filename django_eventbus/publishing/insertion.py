@@ -81,7 +81,7 @@ class _LimitedInsert:
     """Insert, in their order, the events that their limits allow."""
 
     def __init__(self, store: Store, new: list[NewEvent], options: Options) -> None:
-        queue = options.queue or settings.QUEUE
+        queue = options.queue_name
         self.store = store
         self.new = new
         self.options = options
@@ -137,7 +137,7 @@ def _row(new: NewEvent, options: Options) -> QueuedEvent:
     return QueuedEvent(
         **new._asdict(),
         namespace=settings.NAMESPACE,
-        queue=options.queue or settings.QUEUE,
+        queue=options.queue_name,
         headers=options.headers or None,
         priority=options.priority,
         producer=settings.producer(),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from django.db.models import Value
 from django.utils import timezone
 
+from django_eventbus.conf import settings
 from django_eventbus.errors.suggestions import check_queue, did_you_mean
 from django_eventbus.exceptions import (
     DuplicateEventError,
@@ -45,6 +46,13 @@ class Options:
     def has_identity(self) -> bool:
         """Whether the event can be a duplicate: the caller passed an event id or a dedup key."""
         return self.event_id is not None or self.dedup_key is not None
+
+    @property
+    def queue_name(self) -> str:
+        return self.queue or settings.QUEUE
+
+    def with_headers(self, headers: dict[str, Any] | None) -> Self:
+        return self if headers is self.headers else replace(self, headers=headers)
 
     def known(self, event: QueuedEvent) -> QueuedEvent:
         """Return the existing event, or raise DuplicateEventError as ``on_duplicate`` says."""

@@ -20,6 +20,7 @@ from django_eventbus.publishing.transactions import choose_database
 from django_eventbus.schema.names import check_name
 from django_eventbus.schema.payloads import check_payload
 from django_eventbus.store import INSERT_CHUNK, NewEvent, Store, store_for
+from django_eventbus.tracing import spans
 
 #: An item of ``publish_many``: an event, or a type and its payload.
 Item = Event | tuple[str, Any]
@@ -61,7 +62,8 @@ def publish(
     store = store_for(choose_database(using))
     _check(options, store)
     new = _new(event, payload, store.deepest_json, event_id=event_id, key=key)
-    return insert_one(store, new, options)
+    with spans.publishing(new.type, queue=options.queue_name, event_id=new.event_id) as span:
+        return insert_one(store, new, options.with_headers(span.headers(headers)))
 
 
 def publish_many(
@@ -87,12 +89,15 @@ def publish_many(
     store = store_for(choose_database(using))
     _check(options, store)
     published = 0
-    for piece in _pieces(items):
-        new = [
-            _new(*_pair(item), store.deepest_json, key=key_of(item) if key_of else common_key)
-            for item in piece
-        ]
-        published += insert_many(store, new, options)
+    with spans.publishing(None, queue=options.queue_name) as span:
+        options = options.with_headers(span.headers(headers))
+        for piece in _pieces(items):
+            new = [
+                _new(*_pair(item), store.deepest_json, key=key_of(item) if key_of else common_key)
+                for item in piece
+            ]
+            span.count([each.type for each in new])
+            published += insert_many(store, new, options)
     return published
 
 

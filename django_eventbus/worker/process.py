@@ -33,6 +33,7 @@ def main(options: dict[str, Any], worker_id: uuid.UUID, memory: Any, lifeline: A
     django.setup()
 
     from django_eventbus.store import name_own_sessions, name_sessions
+    from django_eventbus.tracing import spans
     from django_eventbus.worker.registration import WorkerOptions
     from django_eventbus.worker.worker import Worker, end_of_process, leave_pools
 
@@ -49,6 +50,7 @@ def main(options: dict[str, Any], worker_id: uuid.UUID, memory: Any, lifeline: A
     worker.run()
     end_of_process()
     worker.board.finish()
+    spans.flush()
     sys.stdout.flush()
     # sys.exit would wait for the threads of handlers that did not end at their deadline.
     os._exit(EVICTED if worker.evicted else WORN_OUT if worker.worn_out else 0)

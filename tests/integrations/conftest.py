@@ -8,6 +8,7 @@ from django_eventbus.integrations import celery_broker
 from tests import celery_app
 from tests.celery_messages import celery  # noqa: F401 - a fixture
 from tests.celery_workers import start_celery  # noqa: F401 - a fixture
+from tests.traces import exported  # noqa: F401 - a fixture
 
 
 @pytest.fixture

@@ -63,6 +63,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "delivery": (
         "tests/test_event_run.py",
         "tests/test_delivery.py",
+        "tests/integrations/test_opentelemetry.py",
         "tests/test_quarantine.py",
         "tests/test_retries.py",
         "tests/test_lanes.py",
