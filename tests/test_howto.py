@@ -25,6 +25,7 @@ from django.dispatch import Signal
 from django.http import HttpResponse
 from django.test.utils import isolate_apps
 from django.utils import timezone
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from django_eventbus import (
     BackpressureError,
@@ -43,11 +44,17 @@ from django_eventbus import (
 )
 from django_eventbus import events as event_classes
 from django_eventbus.integrations import celery as integration
-from django_eventbus.integrations import celery_broker, celery_drain, celery_executor
+from django_eventbus.integrations import (
+    celery_broker,
+    celery_drain,
+    celery_executor,
+    opentelemetry,
+)
 from django_eventbus.integrations.django_querysets import BridgedQuerySet
 from django_eventbus.models import EventLog, FlowControl, QueuedEvent
 from django_eventbus.signals import event_dead_lettered
 from django_eventbus.testing import assert_published, drain, published
+from django_eventbus.tracing import spans
 from tests import bus
 from tests.bus import make_due
 from tests.shop import models as shop_models
@@ -534,6 +541,33 @@ def test_django_tasks_instead_of_celery(shop):
     bus.drain()
     order.refresh_from_db()
     assert order.status == "confirmed"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_trace(monkeypatch, settings):
+    config, setting = blocks("trace")
+    exporter, providers = InMemorySpanExporter(), []
+    monkeypatch.setattr("opentelemetry.sdk.trace.export.ConsoleSpanExporter", lambda: exporter)
+    # A process can set the global provider only once.
+    monkeypatch.setattr("opentelemetry.trace.set_tracer_provider", providers.append)
+    namespace = {"__name__": "tests.shop.apps"}
+    run(config, namespace)
+    namespace["ShopConfig"]("tests.shop", sys.modules["tests.shop"]).ready()
+    (provider,) = providers
+    before = opentelemetry.install(provider)
+    try:
+        handler("order.placed")(lambda event: None)
+        call_command("publish_event", "order.placed", '{"order_id": 7}')
+        bus.drain()
+        provider.force_flush()
+    finally:
+        spans.install(before)
+        provider.shutdown()
+    names = [each.name for each in exporter.get_finished_spans()]
+    assert names == ["publish order.placed", "process order.placed", "settle"]
+    run(setting, found := {"__name__": "config.settings"})
+    settings.EVENTBUS = found["EVENTBUS"]
+    assert checks.check_settings() == []
 
 
 def take_message(app, queue):
