@@ -54,7 +54,6 @@ def facts_of(span):
         "attributes": dict(span.attributes),
         "events": [(each.name, dict(each.attributes)) for each in span.events],
         "status": span.status.status_code.name,
-        "took": span.end_time - span.start_time,
     }
 
 

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from opentelemetry import context as contexts
@@ -114,8 +114,12 @@ class OpenTelemetryTracer:
 
     @_harmless
     def _start(self, name: str, **options: Any) -> Span:
-        assert self._tracer is not None
-        return self._tracer.start_span(name, **options)
+        return self.tracer.start_span(name, **options)
+
+    @property
+    def tracer(self) -> Tracer:
+        assert self._tracer is not None, "call is_on() first"
+        return self._tracer
 
     # -- publish
 
@@ -155,7 +159,7 @@ class OpenTelemetryTracer:
     # -- process
 
     def process(self, event: ClaimedEvent, handler: str, attempt: int) -> spans.ProcessSpan:
-        return _ProcessSpan(self, event, handler, attempt)
+        return _ProcessSpan(self.tracer, event, handler, attempt)
 
     # -- settle
 
@@ -265,9 +269,7 @@ class _ProcessSpan:
         "_tracer",
     )
 
-    def __init__(
-        self, tracer: OpenTelemetryTracer, event: ClaimedEvent, handler: str, attempt: int
-    ) -> None:
+    def __init__(self, tracer: Tracer, event: ClaimedEvent, handler: str, attempt: int) -> None:
         self._tracer = tracer
         self._event = event
         self._handler = handler
@@ -290,25 +292,37 @@ class _ProcessSpan:
         if self._has_ended:
             return
         event = self._event
-        attributes = _attributes("process", "process", event.claim.queue)
-        attributes["messaging.destination.name"] = event.type
-        attributes["messaging.consumer.group.name"] = self._handler
-        attributes["messaging.message.id"] = str(event.event_id)
-        attributes["messaging.client.id"] = str(event.claim.worker_id)
-        attributes["eventbus.attempt"] = self._attempt
         around: Context | None = None
         links: list[Link] = []
+        is_child = settings.TRACE_PARENT == "parent" and event.headers_json is not None
+        if is_child:
+            around, links = _around(_extracted(_read(event.headers_json)))
+        common = _process_attributes(event.claim.queue, event.type, self._handler)
+        self._span = span = self._tracer.start_span(
+            f"process {event.type}",
+            context=around,
+            kind=SpanKind.CONSUMER,
+            attributes={**common, "eventbus.attempt": self._attempt},
+            links=links,
+        )
+        self._token = contexts.attach(trace.set_span_in_context(span, around))
+        # The rest costs more than the span itself, and only a recorded span needs it.
+        if span.is_recording():
+            self._complete(span, is_linked=not is_child)
+
+    def _complete(self, span: Span, *, is_linked: bool) -> None:
+        event = self._event
+        attributes: Attributes = {
+            "messaging.message.id": str(event.event_id),
+            "messaging.client.id": str(event.claim.worker_id),
+        }
         if event.headers_json:
             headers = _read(event.headers_json)
             if isinstance(conversation := headers.get(CORRELATION_HEADER), str):
                 attributes["messaging.message.conversation_id"] = conversation
-            around, links = _around(_extracted(headers))
-        name = f"process {event.type}"
-        self._span = span = self._tracer.start(
-            name, SpanKind.CONSUMER, attributes, context=around, links=links
-        )
-        if span is not None:
-            self._token = contexts.attach(trace.set_span_in_context(span, around))
+            if is_linked and (origin := _origin(_extracted(headers))) is not None:
+                span.add_link(origin)
+        span.set_attributes(attributes)
 
     @_harmless
     def leave(self) -> None:
@@ -336,6 +350,16 @@ def _attributes(name: str, operation: str, queue: str) -> Attributes:
     }
 
 
+@lru_cache
+def _process_attributes(queue: str, type_name: str, handler: str) -> Attributes:
+    """Return the attributes that all calls of a handler with a type have. Do not change it."""
+    return {
+        **_attributes("process", "process", queue),
+        "messaging.destination.name": type_name,
+        "messaging.consumer.group.name": handler,
+    }
+
+
 @_harmless
 def _record_error(span: Span, error: Mapping[str, Any]) -> None:
     kind, text, stack = error["type"], error["message"], error.get("traceback")
@@ -356,15 +380,12 @@ def _end(span: Span) -> None:
 
 
 def _around(published: Context | None) -> tuple[Context | None, list[Link]]:
-    """Return the parent context (None: the current context) and the links of a process span.
+    """Return the parent context (None: the current context) and the links of a child.
 
     The current context has a span if a Celery task or a test runs the handler.
     """
-    origin = _valid(trace.get_current_span(published)) if published is not None else None
-    if origin is None:
+    if _origin(published) is None:
         return None, []
-    if settings.TRACE_PARENT == "link":
-        return None, [Link(origin)]
     current = _valid(trace.get_current_span())
     return published, [Link(current)] if current is not None else []
 
@@ -385,14 +406,21 @@ def _related(origins: Iterable[SpanContext | None]) -> dict[str, Any]:
 
 def _published(headers_json: str | None) -> SpanContext | None:
     """Return the context of the span that published an event."""
-    found = _extracted(_read(headers_json)) if headers_json else None
-    return None if found is None else _valid(trace.get_current_span(found))
+    return _origin(_extracted(_read(headers_json))) if headers_json else None
 
 
-def _read(headers_json: str) -> dict[str, Any]:
+def _origin(published: Context | None) -> SpanContext | None:
+    """Return the span of an extracted context, unless it is the current span."""
+    if published is None:
+        return None
+    origin = _valid(trace.get_current_span(published))
+    return None if origin == _valid(trace.get_current_span()) else origin
+
+
+def _read(headers_json: str | None) -> dict[str, Any]:
     """Return the headers of an event. Another program may have written anything into the row."""
     try:
-        headers = json.loads(headers_json)
+        headers = json.loads(headers_json or "{}")
     except (ValueError, RecursionError):
         return {}
     return headers if isinstance(headers, dict) else {}

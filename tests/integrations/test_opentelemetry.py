@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 from celery.app.trace import build_tracer
 from django.db import transaction
-from opentelemetry import context, trace
+from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace import SpanProcessor, sampling
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -515,6 +515,26 @@ def test_a_malformed_trace_of_a_publisher_is_ignored(exported, mode, given):
     process = exported.the("process order.placed")
     assert (process["parent"], process["links"]) == (None, [])
     assert EventLog.objects.get().status == "COMPLETED"
+
+
+def test_an_event_without_a_trace_is_handled_in_the_current_span_alone(exported, mode):
+    handler("order.placed")(lambda event: None)
+    publish("order.placed", headers={"traceparent": "x"})
+    with exported.tracer.start_as_current_span("test"):
+        drain()
+    process = exported.the("process order.placed")
+    assert (process["parent"], process["links"]) == (exported.the("test")["id"], [])
+
+
+def test_baggage_reaches_the_handler_if_it_continues_the_trace(exported, settings):
+    settings.EVENTBUS = {"TRACE_PARENT": "parent"}
+    seen = []
+    handler("order.placed")(lambda event: seen.append(baggage.get_baggage("tenant")))
+    token = context.attach(baggage.set_baggage("tenant", "acme"))
+    publish("order.placed")
+    context.detach(token)
+    drain()
+    assert seen == ["acme"]
 
 
 # -- without spans
