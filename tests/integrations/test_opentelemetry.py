@@ -10,8 +10,9 @@ import uuid
 from contextlib import suppress
 
 import pytest
+from asgiref.sync import sync_to_async
 from celery.app.trace import build_tracer
-from django.db import transaction
+from django.db import connections, transaction
 from opentelemetry import baggage, context, trace
 from opentelemetry.sdk.trace import SpanProcessor, sampling
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -348,6 +349,7 @@ def test_an_async_handler_runs_in_its_span(exported, mode):
         with exported.tracer.start_as_current_span(f"own {event.payload}"):
             await asyncio.sleep(0)
             await apublish("order.paid")
+            await sync_to_async(connections.close_all)()
 
     handler("order.placed", name="async")(work)
     for number in range(3):
