@@ -201,9 +201,19 @@ class Envelope(Generic[E_co]):
         return f"<Envelope {self.type} {self.id} attempt {self.attempt} of {self.handler_name}>"
 
 
-_current_event_id: ContextVar[uuid.UUID | None] = ContextVar(
-    "eventbus_current_event_id", default=None
-)
+_current: ContextVar[Envelope[Any] | None] = ContextVar("eventbus_current_event", default=None)
+
+#: Set the envelope that ``current_envelope()`` returns in the current context.
+set_current_envelope = _current.set
+
+
+def current_envelope() -> Envelope[Any] | None:
+    """Return the envelope of the handler that runs in the current context, or None.
+
+    Code that the handler calls, its coroutines, and threads that it starts with a copy of its
+    context get the same envelope.
+    """
+    return _current.get()
 
 
 def current_event_id() -> uuid.UUID | None:
@@ -211,11 +221,8 @@ def current_event_id() -> uuid.UUID | None:
 
     Events that the handler publishes store this id as ``caused_by``.
     """
-    return _current_event_id.get()
-
-
-#: Set the id that ``current_event_id()`` returns in the current context.
-set_current_event_id = _current_event_id.set
+    envelope = _current.get()
+    return None if envelope is None else envelope.id
 
 
 def uuid7() -> uuid.UUID:

@@ -18,11 +18,13 @@ from django.utils.timezone import get_default_timezone_name
 
 from django_eventbus import events
 from django_eventbus.errors.suggestions import did_you_mean
+from django_eventbus.errors.text import one_line
 from django_eventbus.events import Event
 from django_eventbus.exceptions import (
     EventBusError,
     InvalidScheduleError,
 )
+from django_eventbus.logs import about
 from django_eventbus.models import EventSchedule, QueuedEvent, ScheduleOrigin
 from django_eventbus.publishing.publisher import publish
 from django_eventbus.scheduling.cron import SCHEDULER_HEADER, Cron, Misfire, faults
@@ -188,9 +190,24 @@ def synchronize(store: Store) -> None:
 
 def _is_valid(schedule: EventSchedule, store: Store) -> bool:
     for fault in faults(schedule, deepest=store.deepest_json):
-        logger.error("skipped the invalid schedule %s: %s", schedule, fault)
+        logger.error(
+            "skipped the invalid schedule %s: %s",
+            one_line(schedule.name),
+            one_line(str(fault)),
+            extra=about_schedule(schedule),
+        )
         return False
     return True
+
+
+def about_schedule(schedule: EventSchedule) -> dict[str, Any]:
+    """Return the ``extra`` of a log record about a schedule."""
+    return about(
+        event_type=schedule.type,
+        queue=schedule.queue,
+        key=schedule.key,
+        schedule=schedule.name,
+    )
 
 
 def _as_row(schedule: EventSchedule) -> EventSchedule:

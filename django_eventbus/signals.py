@@ -13,13 +13,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from django.dispatch import Signal, receiver
 
 from django_eventbus.errors.text import one_line
+from django_eventbus.logs import about
 
 logger = logging.getLogger("django_eventbus")
+T = TypeVar("T")
 
 #: event: QueuedEvent
 event_published = Signal()
@@ -44,7 +46,7 @@ breaker_opened = Signal()
 breaker_closed = Signal()
 
 
-class RateLimitedLog:
+class RateLimitedLog(Generic[T]):
     """A log that writes at most one line per ``every`` seconds for similar events.
 
     The first event is logged at once. Events of the next ``every`` seconds are counted, and one
@@ -53,7 +55,7 @@ class RateLimitedLog:
 
     def __init__(
         self,
-        write: Callable[[str, int, str], None],
+        write: Callable[[str, int, T], None],
         every: float,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -64,10 +66,10 @@ class RateLimitedLog:
         self._clock = clock
         self._later = later or _in_a_thread
         self._lock = threading.Lock()
-        self._delayed: dict[str, _Delayed] = {}
+        self._delayed: dict[str, _Delayed[T]] = {}
         atexit.register(self.flush)
 
-    def add(self, what: str, last: str) -> None:
+    def add(self, what: str, last: T) -> None:
         """Log an event of the kind ``what``, now or later. ``last`` describes this event."""
         with self._lock:
             now, line = self._clock(), self._delayed.get(what)
@@ -79,24 +81,24 @@ class RateLimitedLog:
             # A forked process inherits delayed lines, but not the thread that would write them. So
             # this line also reports the events that the delayed line has counted.
             times = 1 + (line.times if line else 0)
-            self._delayed[what] = _Delayed(now + self._every)
+            self._delayed[what] = _Delayed(now + self._every, last)
         self._write(what, times, last)
 
     def flush(self) -> None:
         """Write all delayed log lines."""
         with self._lock:
             delayed = [(what, line) for what, line in self._delayed.items() if line.times]
-            for what, _line in delayed:
-                self._delayed[what] = _Delayed(self._clock() + self._every)
+            for what, line in delayed:
+                self._delayed[what] = _Delayed(self._clock() + self._every, line.last)
         for what, line in delayed:
             self._write(what, line.times, line.last)
 
 
 @dataclass(slots=True)
-class _Delayed:
+class _Delayed(Generic[T]):
     until: float
+    last: T
     times: int = 0
-    last: str = ""
 
 
 def _in_a_thread(seconds: float, action: Callable[[], None]) -> None:
@@ -105,24 +107,28 @@ def _in_a_thread(seconds: float, action: Callable[[], None]) -> None:
     timer.start()
 
 
-def _write_dropped(limit: str, times: int, last: str) -> None:
+#: The ``extra`` of a record about the last event.
+_About = dict[str, Any]
+
+
+def _write_dropped(limit: str, times: int, last: _About) -> None:
     _log_pressure(logging.WARNING, "dropped", limit, times, last)
 
 
-def _write_coalesced(limit: str, times: int, last: str) -> None:
+def _write_coalesced(limit: str, times: int, last: _About) -> None:
     _log_pressure(logging.INFO, "coalesced", limit, times, last)
 
 
-def _log_pressure(level: int, done: str, limit: str, times: int, last: str) -> None:
+def _log_pressure(level: int, done: str, limit: str, times: int, last: _About) -> None:
     logger.log(
         level,
         "%s %s %s by the limit %s, the last of type %s",
         done,
         times,
         "event" if times == 1 else "events",
-        limit,
-        one_line(last),
-        extra={"limit": limit, "event_type": last, done: times},
+        one_line(limit),
+        last["event_type"],
+        extra={**last, "limit": one_line(limit), done: times},
     )
 
 
@@ -133,12 +139,12 @@ _merges = RateLimitedLog(_write_coalesced, LOG_PRESSURE_EVERY)
 
 @receiver(event_dropped)
 def log_dropped(sender: Any, *, event: Any, limit: str, **kwargs: Any) -> None:
-    _drops.add(limit, event.type)
+    _drops.add(limit, about(event))
 
 
 @receiver(event_coalesced)
 def log_coalesced(sender: Any, *, event: Any, limit: str, **kwargs: Any) -> None:
-    _merges.add(limit, event.type)
+    _merges.add(limit, about(event))
 
 
 @receiver(delivery_failed)
@@ -155,21 +161,16 @@ def log_failed_delivery(
     then = "gave up" if retry_in is None else f"retry in {retry_in:.1f} s"
     logger.warning(
         "%s failed on %s %s, attempt %s: %s: %s; %s",
-        handler,
+        one_line(handler),
         one_line(event.type),
         event.event_id,
         attempt,
         one_line(error["type"]),
         one_line(error["message"]),
         then,
-        extra={
-            "event_id": str(event.event_id),
-            "event_type": one_line(event.type),
-            "handler": handler,
-            "attempt": attempt,
-            "error_type": one_line(error["type"]),
-            "retry_in": retry_in,
-        },
+        extra=about(
+            event, handler=handler, attempt=attempt, error_type=error["type"], retry_in=retry_in
+        ),
     )
 
 
@@ -181,11 +182,7 @@ def log_dead_letter(sender: Any, *, event: Any, status: str, **kwargs: Any) -> N
         event.event_id,
         status,
         event.attempts,
-        extra={
-            "event_id": str(event.event_id),
-            "event_type": one_line(event.type),
-            "status": status,
-        },
+        extra=about(event, attempt=event.attempts, status=status),
     )
 
 
@@ -197,7 +194,7 @@ def log_pause(sender: Any, *, kind: str, name: str, by: str, reason: str, **kwar
         one_line(name),
         one_line(by),
         one_line(reason) or "no reason given",
-        extra={"flow_control": kind, "flow_control_name": name, "by": by, "reason": reason},
+        extra=_about_flow_control(kind, name, by=by, reason=reason),
     )
 
 
@@ -208,8 +205,14 @@ def log_resumption(sender: Any, *, kind: str, name: str, by: str, **kwargs: Any)
         kind,
         one_line(name),
         one_line(by),
-        extra={"flow_control": kind, "flow_control_name": name, "by": by},
+        extra=_about_flow_control(kind, name, by=by),
     )
+
+
+def _about_flow_control(kind: str, name: str, **known: str) -> dict[str, Any]:
+    """Return the ``extra`` of a record about a pause of a queue, an event type or a handler."""
+    key = {"type": "event_type"}.get(kind, kind)
+    return about(**{key: name}, flow_control=kind, flow_control_name=name, **known)
 
 
 @receiver(breaker_opened)
@@ -218,10 +221,10 @@ def log_opened_breaker(
 ) -> None:
     logger.error(
         "the circuit breaker of %s is open: %s of %s calls failed",
-        handler,
+        one_line(handler),
         failures,
         calls,
-        extra={"handler": handler, "calls": calls, "failures": failures},
+        extra=about(handler=handler, calls=calls, failures=failures),
     )
 
 
@@ -229,7 +232,7 @@ def log_opened_breaker(
 def log_closed_breaker(sender: Any, *, handler: str, by: str, **kwargs: Any) -> None:
     logger.warning(
         "the circuit breaker of %s is closed: %s",
-        handler,
+        one_line(handler),
         f"reset by {one_line(by)}" if by else "its probe succeeded",
-        extra={"handler": handler, "by": by},
+        extra=about(handler=handler, by=by),
     )

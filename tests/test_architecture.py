@@ -27,6 +27,7 @@ ORDER = (
     "errors",
     "tracing",
     "events",
+    "logs",
     "retries",
     "policies",
     "executors",
@@ -54,7 +55,7 @@ ORDER = (
 )
 #: The public modules and Django's conventions. Everything else is a private package.
 PUBLIC_MODULES = {
-    *("apps", "conf", "exceptions", "handlers", "signals", "tasks", "testing"),
+    *("apps", "conf", "exceptions", "handlers", "logs", "signals", "tasks", "testing"),
     *("events", "executors", "policies", "registry", "retries"),
     *("breakers", "dead_letters", "erasure", "lanes", "pauses", "queued", "replay", "retention"),
     *("schedules", "status"),

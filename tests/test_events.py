@@ -26,8 +26,9 @@ from django_eventbus import (
 )
 from django_eventbus.events import (
     class_for,
+    current_envelope,
     current_event_id,
-    set_current_event_id,
+    set_current_envelope,
     to_payload,
     uuid7,
 )
@@ -427,14 +428,15 @@ def test_the_database_clock_continues_from_the_moment_of_the_claim():
 
 
 def test_the_current_event_is_known_while_it_is_handled():
-    assert current_event_id() is None
-    event_id = uuid7()
-    set_current_event_id(event_id)
+    assert current_envelope() is current_event_id() is None
+    shown = envelope(claimed())
+    set_current_envelope(shown)
     try:
-        assert current_event_id() == event_id
+        assert current_envelope() is shown
+        assert current_event_id() == shown.id
     finally:
-        set_current_event_id(None)
-    assert current_event_id() is None
+        set_current_envelope(None)
+    assert current_envelope() is current_event_id() is None
 
 
 # -- identities and names

@@ -232,8 +232,9 @@ from types import SimpleNamespace
 from django.conf import settings
 settings.configure()
 from django_eventbus.signals import event_dropped
+event = SimpleNamespace(type="tick", event_id=1, key=None, queue="ticks", headers={})
 for _ in range(5):
-    event_dropped.send(None, event=SimpleNamespace(type="tick"), limit="ticks")
+    event_dropped.send(None, event=event, limit="ticks")
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stderr.splitlines() == [

@@ -19,9 +19,10 @@ from django_eventbus.delivery.event_loop import AsyncLoop, Running
 from django_eventbus.errors import failures, introspection
 from django_eventbus.errors.failpoints import reached
 from django_eventbus.errors.text import one_line
-from django_eventbus.events import Envelope, set_current_event_id
+from django_eventbus.events import Envelope, set_current_envelope
 from django_eventbus.exceptions import EventBusError, HandlerTimeout
 from django_eventbus.flow.admission import Turns
+from django_eventbus.logs import about
 from django_eventbus.outcomes.event_run import EventRun
 from django_eventbus.registry import Handler
 from django_eventbus.tracing import spans
@@ -72,20 +73,20 @@ class Caller:
         event = progress.event
         progress.current = handler
         envelope = _envelope(progress, handler)
-        set_current_event_id(event.event_id)
-        self.watch.start(event.row_id, handler.stored_name, handler.deadline)
         try:
             try:
+                set_current_envelope(envelope)
+                self.watch.start(event.row_id, handler.stored_name, handler.deadline)
                 reached("handler.before")
                 result = handler.func(envelope)
                 reached("handler.after")
             finally:
                 self.watch.stop()
-                set_current_event_id(None)
+                set_current_envelope(None)
         except HandlerTimeout:
             # HandlerTimeout may have interrupted the first stop() before stop() did anything.
             self.watch.stop()
-            set_current_event_id(None)
+            set_current_envelope(None)
             raise
         if result is not None and asyncio.iscoroutine(result):
             result.close()
@@ -116,7 +117,7 @@ class Caller:
         )
 
         async def run() -> BaseException | None:
-            set_current_event_id(progress.event.event_id)
+            set_current_envelope(envelope)
             turn = turns.here() if turns else contextlib.nullcontext()
             try:
                 async with turn, asyncio.timeout(handler.deadline):
@@ -250,7 +251,11 @@ class Caller:
                     self.watch.stop()
             except BaseException as error:
                 self.watch.stop()  # HandlerTimeout may have interrupted the first stop().
-                logger.error("an on_commit callback failed: %s", introspection.type_name(error))
+                logger.error(
+                    "an on_commit callback failed: %s",
+                    introspection.type_name(error),
+                    extra=about(),
+                )
 
         return run
 
@@ -285,6 +290,7 @@ def _run_and_log(hook: Callable[[], Any]) -> None:
             "the on_commit callback %s of a handler failed: %s",
             one_line(introspection.exact(repr(hook))),
             failures.in_a_line(error),
+            extra=about(),
         )
 
 

@@ -15,12 +15,14 @@ import signal
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from django_eventbus.errors import failures
 from django_eventbus.exceptions import HandlerTimeout
+from django_eventbus.logs import about, set_worker
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +210,8 @@ class Watch:
 class Watchdog:
     """The thread that checks all watches of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker_id: uuid.UUID | None = None) -> None:
+        self.worker_id = worker_id
         self._watches: list[tuple[Watch, Callable[[], None]]] = []
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eventbus-watchdog", daemon=True)
@@ -227,6 +230,7 @@ class Watchdog:
         self._watches.append((watch, on_check))
 
     def _run(self) -> None:
+        set_worker(self.worker_id)
         while not self._stopped.wait(CHECK_EVERY):
             for watch, on_check in self._watches:
                 if watch.overdue():
@@ -238,4 +242,5 @@ class Watchdog:
                     logger.error(
                         "the check for slow batches failed; the watchdog continues: %s",
                         failures.in_a_line(error),
+                        extra=about(),
                     )

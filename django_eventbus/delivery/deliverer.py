@@ -27,6 +27,7 @@ from django_eventbus.delivery.suspects import Announcement, Suspects
 from django_eventbus.errors import failures
 from django_eventbus.exceptions import UnreadableEventError
 from django_eventbus.flow.admission import Admission
+from django_eventbus.logs import about
 from django_eventbus.outcomes.assignments import EVENT_WORKER, Assignment
 from django_eventbus.outcomes.endings import exhausted
 from django_eventbus.outcomes.event_run import EventRun
@@ -100,7 +101,7 @@ class Deliverer:
         self.returner.release(batch)
         self.settler.through_outage(self.admission.end)
         self.hand_offs.send_all(batch)
-        _warn_of_lost_claims(batch.tally, len(events))
+        _warn_of_lost_claims(batch, len(events))
         return batch.tally
 
     def _read(self, batch: Batch, event: ClaimedEvent) -> None:
@@ -195,11 +196,12 @@ class Deliverer:
         return True
 
 
-def _warn_of_lost_claims(tally: Tally, size: int) -> None:
-    if tally.lost:
+def _warn_of_lost_claims(batch: Batch, size: int) -> None:
+    if batch.tally.lost:
         logger.warning(
             "lost the claim on %s of %s events: the work of their handlers in this process was "
             "rolled back, or it was committed and the database's reply was lost",
-            tally.lost,
+            batch.tally.lost,
             size,
+            extra=about(queue=batch.queue),
         )

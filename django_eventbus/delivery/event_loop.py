@@ -19,12 +19,13 @@ import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any
 
 from django_eventbus.errors import introspection
 from django_eventbus.exceptions import EventBusError, HandlerTimeout
+from django_eventbus.logs import about
 from django_eventbus.tracing.spans import ProcessSpan
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,10 @@ class LoopThread:
         self._stopped_by = UNKNOWN
         self._loop = asyncio.new_event_loop()
         self._watch_for_stops()
-        self._thread = threading.Thread(target=self._run, name="eventbus-async", daemon=True)
+        # The thread gets a copy of the context, so that its log records have the worker's id.
+        self._thread = threading.Thread(
+            target=copy_context().run, args=(self._run,), name="eventbus-async", daemon=True
+        )
         self._thread.start()
 
     def _watch_for_stops(self) -> None:
@@ -168,6 +172,7 @@ class LoopThread:
             logger.error(
                 "a task of an async handler has ended the event loop; restarting the loop: %s",
                 introspection.type_name(error),
+                extra=about(),
             )
 
     def _give_up_pending(self) -> None:

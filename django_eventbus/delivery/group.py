@@ -22,6 +22,7 @@ from django_eventbus.delivery.statements import Effects, effects_of, text_of
 from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import BrokenTransactionError, EventBusError
 from django_eventbus.internals import django as internals
+from django_eventbus.logs import about
 from django_eventbus.store import Guard, Store
 
 logger = logging.getLogger(__name__)
@@ -345,6 +346,7 @@ def in_own_session(connection: Any, hook: Hook, guard: Callable[[Hook], Hook]) -
                 "the on_commit callback %s left autocommit off or a transaction open: that "
                 "transaction was rolled back, and the connection was closed",
                 one_line(repr(hook)),
+                extra=about(),
             )
         elif watch.changed:
             connection.close()

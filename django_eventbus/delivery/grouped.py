@@ -20,6 +20,7 @@ from django_eventbus.delivery.settling import Settler
 from django_eventbus.errors import failures
 from django_eventbus.errors.failpoints import reached
 from django_eventbus.flow.admission import Admission
+from django_eventbus.logs import about
 from django_eventbus.outcomes.event_run import EventRun
 from django_eventbus.store import AT_ONCE, Settlement
 
@@ -63,7 +64,10 @@ class GroupRunner:
             reached("settle.committed")
         except Exception as error:
             logger.info(
-                "running %s events again one by one: %s", len(members), failures.in_a_line(error)
+                "running %s events again one by one: %s",
+                len(members),
+                failures.in_a_line(error),
+                extra=about(queue=batch.queue),
             )
             self._size = 1
             self.settler.drop_session()
@@ -151,6 +155,7 @@ class GroupRunner:
             "succeeded are not run again: %s",
             len(members),
             failures.in_a_line(error),
+            extra=about(queue=batch.queue),
         )
         for run, settlement in zip_longest(members, settlements):
             with self.settler.guarded(batch, run.event):

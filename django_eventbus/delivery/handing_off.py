@@ -27,6 +27,7 @@ from django_eventbus.flow.decisions import (
     message_failed,
     message_sent,
 )
+from django_eventbus.logs import about
 from django_eventbus.registry import registry
 from django_eventbus.schema.claims import ClaimedEvent
 from django_eventbus.store import After, HandOff, HeldBy, Wait
@@ -70,12 +71,12 @@ class HandOffSender:
                 with spans.sending(executor.name, hand_off.handler, events[start:stop]):
                     _sender(executor.sender)(executor, message, hand_off.seconds)
             except Exception as error:
-                wait = self._wait_after(executor, hand_off.handler, error)
+                wait = self._wait_after(executor, message, error)
                 self._take_back(hand_off, rows[start:], wait)
                 return
         self._record_success(executor, hand_off.handler)
 
-    def _wait_after(self, executor: Executor, handler: str, error: Exception) -> Wait:
+    def _wait_after(self, executor: Executor, message: Message, error: Exception) -> Wait:
         """Record the error; return the wait of the events whose message could not be sent.
 
         If the broker is unavailable, the flow control of the executor holds all events for this
@@ -87,22 +88,23 @@ class HandOffSender:
             control_id = self._decide(known.executor_ids.get(executor.name), executor_failed)
             return After(error.retry_in) if control_id is None else HeldBy(control_id)
         reason = failures.in_a_line(error.__cause__ if is_refused and error.__cause__ else error)
-        self._decide(known.handler_ids.get(handler), partial(message_failed, reason))
+        self._decide(known.handler_ids.get(message.handler), partial(message_failed, reason))
         if isinstance(error, MessageRefusedError):
             return After(error.retry_in)
         logger.error(
             "events of the handler %s could not be handed off to %s, trying again in %.0f s: %s",
-            handler,
+            message.handler,
             executor.name,
             RETRY_AFTER,
             reason,
+            extra=about(handler=message.handler, queue=message.queue),
         )
         return After(RETRY_AFTER)
 
     def _record_success(self, executor: Executor, handler: str) -> None:
         known = self.controls.snapshot
         if executor.name in known.failed_executors:
-            logger.info("the broker of %s is available again", executor.name)
+            logger.info("the broker of %s is available again", executor.name, extra=about())
             self._decide(known.executor_ids.get(executor.name), executor_works)
         if handler in known.unsent_handlers:
             self._decide(known.handler_ids.get(handler), message_sent)

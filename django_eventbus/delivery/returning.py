@@ -14,6 +14,7 @@ from django_eventbus.delivery.batch import Batch
 from django_eventbus.delivery.settling import Settler
 from django_eventbus.errors import failures
 from django_eventbus.errors.failpoints import reached
+from django_eventbus.logs import about
 from django_eventbus.schema.claims import ClaimedEvent
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,12 @@ class Returner:
             self.store.release(token, [event.row_id for event in unstarted])
             self.store.wake()
         except Error as error:
-            logger.warning("could not release unstarted events: %s", failures.in_a_line(error))
+            claim = unstarted[0].claim
+            logger.warning(
+                "could not release unstarted events: %s",
+                failures.in_a_line(error),
+                extra=about(queue=claim.queue, worker_id=claim.worker_id),
+            )
             self.store.connection.close()
             return unstarted
         return []

@@ -21,6 +21,7 @@ from django_eventbus.errors import failures
 from django_eventbus.errors.failpoints import reached
 from django_eventbus.exceptions import ClaimLostError, UnsettleableError
 from django_eventbus.flow.admission import Admission
+from django_eventbus.logs import about
 from django_eventbus.outcomes.endings import unsettleable
 from django_eventbus.outcomes.event_run import EventRun, Outcome
 from django_eventbus.retries import RetryPolicy
@@ -232,6 +233,7 @@ class Settler:
             event.event_id,
             became.value,
             failures.in_a_line(cause),
+            extra=about(event, attempt=event.attempts),
         )
         self._count_set_aside(batch, event, became, delay, verdict)
         return became

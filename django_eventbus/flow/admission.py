@@ -16,6 +16,7 @@ from functools import partial
 
 from django.db import Error
 
+from django_eventbus.errors import failures
 from django_eventbus.flow.controls import FlowControls
 from django_eventbus.flow.decisions import (
     RELEASED_PER_SLOT,
@@ -28,6 +29,7 @@ from django_eventbus.flow.decisions import (
 )
 from django_eventbus.flow.fleet import LEAVE_FOR, OtherWorkers
 from django_eventbus.flow.hand_offs import HandOffs
+from django_eventbus.logs import about
 from django_eventbus.outcomes.event_run import EventRun, Outcome
 from django_eventbus.policies import Limits
 from django_eventbus.registry import Handler
@@ -313,7 +315,9 @@ class Admission:
             self._send_reports()
         except Error as error:
             logger.warning(
-                "could not report the last handler calls to the circuit breakers: %s", error
+                "could not report the last handler calls to the circuit breakers: %s",
+                failures.in_a_line(error),
+                extra=about(),
             )
 
     def _send_reports(self) -> None:

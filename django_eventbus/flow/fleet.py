@@ -18,6 +18,7 @@ import uuid
 from typing import NamedTuple
 
 from django_eventbus.events import Event, classes_declared
+from django_eventbus.logs import about
 from django_eventbus.registry import Subject, registry
 from django_eventbus.schema.patterns import matches
 from django_eventbus.store import Store
@@ -126,7 +127,8 @@ class OtherWorkers:
             logger.info(
                 "leaving events to other workers that have handlers which this worker lacks"
                 if others
-                else "all live workers have the same handlers"
+                else "all live workers have the same handlers",
+                extra=about(worker_id=self.worker_id),
             )
         self._others, self._by_type = others, {}
         self._read_at = time.monotonic()

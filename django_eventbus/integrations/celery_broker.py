@@ -21,6 +21,7 @@ from django_eventbus.exceptions import (
     EventBusError,
     MessageRefusedError,
 )
+from django_eventbus.logs import about
 from django_eventbus.tracing import spans
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ class Broker:
             "Celery's broker refused a task, retrying in %.0f s: %s",
             REFUSED_WAIT,
             failures.in_a_line(error),
+            extra=about(),
         )
         return MessageRefusedError("Celery's broker refused the task", retry_in=REFUSED_WAIT)
 
@@ -182,6 +184,7 @@ class Broker:
             "Celery's broker is unavailable, retrying in %.0f s: %s",
             wait,
             failures.in_a_line(error),
+            extra=about(),
         )
         return BrokerUnavailableError("Celery's broker is unavailable", retry_in=wait)
 

@@ -20,6 +20,7 @@ from django_eventbus.errors import failures
 from django_eventbus.errors.suggestions import check_queue
 from django_eventbus.integrations import celery_broker
 from django_eventbus.integrations.green_threads import refuse_green_threads
+from django_eventbus.logs import about
 from django_eventbus.store import default_alias
 from django_eventbus.worker.registration import WorkerOptions
 from django_eventbus.worker.worker import leave_pools, run_here
@@ -132,6 +133,7 @@ class Requests:
                 "could not ask Celery to handle new events; the next task that Celery's beat "
                 "starts will handle them: %s",
                 failures.in_a_line(error),
+                extra=about(),
             )
 
     def finish(self) -> None:

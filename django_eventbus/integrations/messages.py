@@ -20,6 +20,7 @@ from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import EventBusError
 from django_eventbus.executors import LARGEST_BATCH, Message
 from django_eventbus.integrations.green_threads import refuse_green_threads
+from django_eventbus.logs import about
 from django_eventbus.models import QueuedEvent
 from django_eventbus.statistics.recorder import recorder_of_process
 from django_eventbus.store import LOWEST_ID, store_for
@@ -45,7 +46,10 @@ def deliver(content: dict[str, Any], *, executor: str) -> None:
         message = _parsed(content)
     except EventBusError as error:
         logger.warning(
-            "a message to the executor %s was ignored: %s", executor, one_line(str(error))
+            "a message to the executor %s was ignored: %s",
+            executor,
+            one_line(str(error)),
+            extra=about(),
         )
         # The message may name a wrong database, so it is counted in the database of new events.
         store = store_for()

@@ -25,6 +25,7 @@ from django.db import Error
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
 from django_eventbus.events import uuid7
+from django_eventbus.logs import about
 from django_eventbus.models import MinuteStatistics
 from django_eventbus.outcomes.event_run import Outcome
 from django_eventbus.schema.claims import ClaimedEvent
@@ -226,5 +227,7 @@ def _logging_errors(store: Store) -> Iterator[None]:
 
 def _log_error(error: Error) -> None:
     logger.warning(
-        "the statistics of this worker could not be written: %s", failures.in_a_line(error)
+        "the statistics of this worker could not be written: %s",
+        failures.in_a_line(error),
+        extra=about(),
     )

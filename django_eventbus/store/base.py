@@ -15,6 +15,7 @@ from typing import ClassVar
 from django.db import NotSupportedError
 
 from django_eventbus.errors import failures
+from django_eventbus.logs import about
 from django_eventbus.store.attention import Attends
 from django_eventbus.store.depths import Depths
 from django_eventbus.store.erasing import Erasing
@@ -137,6 +138,7 @@ class Store(
                 logger.warning(
                     "listening for wake-ups failed, the worker continues to poll: %s",
                     failures.in_a_line(error),
+                    extra=about(),
                 )
             finally:
                 self.connection.close()

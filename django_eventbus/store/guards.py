@@ -9,6 +9,7 @@ from typing import NamedTuple
 from django.db import Error
 
 from django_eventbus.internals.django import create_savepoint
+from django_eventbus.logs import about
 from django_eventbus.models import GroupGuard
 from django_eventbus.store.rows import Rows
 
@@ -59,7 +60,8 @@ class Guards(Rows):
         if lowered and not intact:
             logger.error(
                 "a handler committed the transaction of its group by a statement that was not "
-                "recognised; the remaining work of the group is committed separately"
+                "recognised; the remaining work of the group is committed separately",
+                extra=about(),
             )
         return lowered
 

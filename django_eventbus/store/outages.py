@@ -9,6 +9,7 @@ from typing import TypeVar
 from django.db import Error
 
 from django_eventbus.errors import failures
+from django_eventbus.logs import about
 from django_eventbus.store.rows import Rows, is_outage
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def through_outage(store: Rows, action: Callable[[], T], pause: Callable[[float]
                 "database error, retrying in %.1f s: %s",
                 wait,
                 failures.in_a_line(error),
+                extra=about(),
             )
             if not pause(wait):
                 raise

@@ -17,6 +17,7 @@ from django.db import DatabaseError
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
 from django_eventbus.internals.django import open_separate_session
+from django_eventbus.logs import about
 from django_eventbus.store import postgresql_sql as sql
 from django_eventbus.store.base import LISTENER_CHECK, Store
 
@@ -56,6 +57,7 @@ class Notifying(Store):
             logger.warning(
                 "could not send NOTIFY; workers will find the event at their next poll: %s",
                 failures.in_a_line(error),
+                extra=about(),
             )
             # The caller did not request this statement and continues to use the connection. If this
             # error broke the connection, close it, so that Django opens a new connection.

@@ -6,10 +6,12 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 from django_eventbus.conf import settings
 from django_eventbus.delivery import deadlines
 from django_eventbus.delivery.deadlines import Board
+from django_eventbus.logs import about
 from django_eventbus.models import EventWorker
 from django_eventbus.store import Charge
 
@@ -36,6 +38,10 @@ class Child:
     guilty: tuple[int, str] | None = None
     #: How the end of the process is counted for the events that were running.
     charge: Charge = Charge.CRASH
+
+    def about(self, handler: str = "") -> dict[str, Any]:
+        """Return the ``extra`` of a log record about this process."""
+        return about(worker_id=self.registration.pk, handler=handler)
 
     def overdue(self) -> tuple[int, str] | None:
         """Return the row id and name of a handler that the process could not interrupt in time."""

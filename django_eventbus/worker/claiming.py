@@ -17,6 +17,7 @@ from django_eventbus.errors import failures
 from django_eventbus.errors.failpoints import reached
 from django_eventbus.exceptions import WorkerEvictedError
 from django_eventbus.flow.controls import FlowControls
+from django_eventbus.logs import about
 from django_eventbus.schema.claims import ClaimedEvent
 from django_eventbus.store import Store
 from django_eventbus.worker.registration import WorkerOptions
@@ -286,6 +287,7 @@ class ClaimAhead:
                 "could not release the batch that was claimed ahead; it is released later, or "
                 "recovered after this worker has ended: %s",
                 failures.in_a_line(error),
+                extra=about(),
             )
             self._claims.store.connection.close()
         finally:

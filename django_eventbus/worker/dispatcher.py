@@ -12,6 +12,7 @@ from django.db import Error
 from django_eventbus.delivery.deadlines import Watch
 from django_eventbus.errors import failures
 from django_eventbus.exceptions import WorkerEvictedError
+from django_eventbus.logs import about
 from django_eventbus.store import is_outage, store_for
 from django_eventbus.worker import wakeup
 from django_eventbus.worker.claiming import ClaimAhead, ClaimedBatch, Claims, Pace
@@ -171,7 +172,12 @@ class Dispatcher:
 
     def wait_for_database(self, error: Exception) -> None:
         wait = self.timing.outage_wait()
-        logger.warning("database error, retrying in %.1f s: %s", wait, failures.in_a_line(error))
+        logger.warning(
+            "database error, retrying in %.1f s: %s",
+            wait,
+            failures.in_a_line(error),
+            extra=about(),
+        )
         self.store.connection.close()
         self.watch.expect(wakeup.LONGEST_OUTAGE_WAIT * 1.25)
         self.bell.wait(wait * random.uniform(0.75, 1.25))

@@ -11,10 +11,18 @@ from typing import Any
 
 from django_eventbus.errors import failures
 from django_eventbus.errors.failpoints import reached
+from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import BackpressureError, EventBusError
+from django_eventbus.logs import about
 from django_eventbus.models import EventSchedule
 from django_eventbus.publishing.limits import without_waiting
-from django_eventbus.schedules import MISSED_AFTER, declared_for, publish_tick, synchronize
+from django_eventbus.schedules import (
+    MISSED_AFTER,
+    about_schedule,
+    declared_for,
+    publish_tick,
+    synchronize,
+)
 from django_eventbus.scheduling.cron import Cron, Misfire
 from django_eventbus.store import Store, is_outage
 
@@ -150,6 +158,7 @@ class Scheduler:
                 "the schedule with the row id %s failed, retrying in a minute: %s",
                 due[0],
                 failures.in_a_line(error),
+                extra=about(),
             )
             return 0
 
@@ -168,9 +177,10 @@ class Scheduler:
         if ticks[:1] != [row.next_at]:
             logger.warning(
                 "schedule %s missed ticks since %s; events published: %s",
-                row,
+                one_line(row.name),
                 row.next_at,
                 len(done),
+                extra=about_schedule(row),
             )
         return {
             "next_at": cron.next_after(now) if len(done) == len(ticks) else ticks[len(done)],
@@ -189,8 +199,9 @@ class Scheduler:
                 self._full.add(row.pk)
                 logger.warning(
                     "schedule %s waits because the queue is full: %s",
-                    row,
+                    one_line(row.name),
                     failures.in_a_line(error),
+                    extra=about_schedule(row),
                 )
             return False
         self._full.discard(row.pk)
@@ -207,9 +218,10 @@ class Scheduler:
             return None
         logger.warning(
             "schedule %s was planned for %s while the clock was wrong; its next tick is %s",
-            row,
+            one_line(row.name),
             row.next_at,
             allowed,
+            extra=about_schedule(row),
         )
         return {"next_at": allowed}
 

@@ -21,6 +21,7 @@ from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import WorkerEvictedError
 from django_eventbus.executors import Message
 from django_eventbus.flow.controls import Snapshot
+from django_eventbus.logs import about, worker_context
 from django_eventbus.outcomes.assignments import Assignment
 from django_eventbus.publishing.wakeup import wake
 from django_eventbus.registry import Handler, registry
@@ -51,6 +52,7 @@ def deliver_message(message: Message, *, executor: str) -> Tally:
             "a message for the unknown handler %s was ignored: this process has no such handler "
             "with an executor",
             one_line(message.handler),
+            extra=about(handler=message.handler, queue=message.queue),
         )
         recorder_of_process(store.using).count_ignored(store, message.queue)
         return Tally()
@@ -64,7 +66,10 @@ def deliver_message(message: Message, *, executor: str) -> Tally:
             if not is_outage(error) or store.connection.in_atomic_block:
                 raise
             logger.warning(
-                "database error, retrying in %.1f s: %s", wait, failures.in_a_line(error)
+                "database error, retrying in %.1f s: %s",
+                wait,
+                failures.in_a_line(error),
+                extra=about(handler=message.handler, queue=message.queue),
             )
             time.sleep(wait)
     return _deliver_message(store, message, handler, assignment)
@@ -95,6 +100,7 @@ def _log_evicted(message: Message) -> None:
         "this process is not registered any more; the unclaimed events of its message for the "
         "handler %s are handed off again after their deadline",
         one_line(message.handler),
+        extra=about(handler=message.handler, queue=message.queue),
     )
 
 
@@ -105,6 +111,7 @@ def _ignore(store: Store, worker: Worker, message: Message) -> None:
         "handed off again or settled",
         one_line(message.handler),
         len(message.rows),
+        extra=about(handler=message.handler, queue=message.queue),
     )
     worker.statistics.count_ignored(store, message.queue)
 
@@ -130,19 +137,27 @@ def _is_stopped_or_limited(known: Snapshot, handler: str) -> bool:
 
 @contextmanager
 def _worker(store: Store, options: WorkerOptions, assignment: Assignment) -> Iterator[Worker]:
-    """Register this process as a worker for the block.
+    """Register this process as a worker for the block."""
+    registration = new_registration(options)
+    worker = Worker(options, registration.pk, assignment=assignment)
+    worker.statistics = recorder_of_process(options.using)
+    with worker_context(worker.worker_id):
+        store.register(registration)
+        with _registered(store, worker):
+            yield worker
+
+
+@contextmanager
+def _registered(store: Store, worker: Worker) -> Iterator[None]:
+    """Renew the registration during the block, and delete it at the end.
 
     After an error, the claims of the process are released. Without an error, the process has no
     claims left at the end of the block.
     """
-    registration = new_registration(options)
-    worker = Worker(options, registration.pk, assignment=assignment)
-    worker.statistics = recorder_of_process(options.using)
-    store.register(registration)
     worker.watchdog.start()
     try:
         with Heartbeat(worker):
-            yield worker
+            yield
     except BaseException as error:
         if is_outage(error) and not store.connection.in_atomic_block:
             # The session may be broken. The next statement opens a new connection.

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 
 from django_eventbus.errors.failpoints import reached
 from django_eventbus.executors import LARGEST_BATCH, Executor, Message
+from django_eventbus.logs import about
 from django_eventbus.registry import Handler, registry
 from django_eventbus.store import HandedOffClaim, Store
 from django_eventbus.worker.claiming import ClaimedBatch, Pace
@@ -95,6 +96,7 @@ class MessageClaims:
             len(rows),
             len(self.message.rows),
             self.handler.name,
+            extra=about(handler=self.handler.name, queue=self.message.queue),
         )
 
 

@@ -15,6 +15,7 @@ from django.db import Error, connections
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
 from django_eventbus.events import uuid7
+from django_eventbus.logs import about, set_worker
 from django_eventbus.models import EventWorker
 from django_eventbus.store import name_own_sessions, store_for
 
@@ -75,6 +76,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         try:
+            set_worker(self.worker.worker_id)
             name_own_sessions(self.worker.options.using, "heartbeat")
             while not self._stopped.wait(settings.ABANDON_AFTER / 4):
                 self._beat()
@@ -87,6 +89,7 @@ class Heartbeat:
                 "the handler %s ignores its deadline, so this worker no longer renews its "
                 "registration; other workers will recover all events of this worker",
                 handler,
+                extra=about(handler=handler),
             )
             return
         store = store_for(self.worker.options.using, clock=self.worker.clock)
@@ -95,7 +98,11 @@ class Heartbeat:
                 self.worker.evicted = True
                 self.worker.stop()
         except Error as error:
-            logger.warning("could not renew the registration: %s", failures.in_a_line(error))
+            logger.warning(
+                "could not renew the registration: %s",
+                failures.in_a_line(error),
+                extra=about(),
+            )
             store.connection.close()
 
     def _stuck_handler(self) -> str | None:

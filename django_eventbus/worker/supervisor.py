@@ -31,6 +31,7 @@ from django_eventbus.delivery.deadlines import Board
 from django_eventbus.delivery.kills import record_kill
 from django_eventbus.errors import failures
 from django_eventbus.errors.failpoints import reached
+from django_eventbus.errors.text import one_line
 from django_eventbus.models import EventWorker
 from django_eventbus.statistics.recorder import StatisticsRecorder
 from django_eventbus.store import Charge, is_outage, store_for, through_outage
@@ -184,7 +185,12 @@ class Supervisor:
         for each in self.children:
             overdue = each.overdue()
             if overdue and not each.verdict:
-                logger.error("handler %s ignored its deadline, killing its process", overdue[1])
+                logger.error(
+                    "handler %s ignored its deadline, killing its process %s",
+                    one_line(overdue[1]),
+                    each.process.pid,
+                    extra=each.about(overdue[1]),
+                )
                 each.guilty = overdue
                 self._kill(each, f"{overdue[1]} ran past its deadline and could not be interrupted")
 
@@ -205,7 +211,12 @@ class Supervisor:
             if code in (0, child_module.WORN_OUT) and each.board.finished():
                 self._through_outage(partial(self.store.dismiss, each.registration.pk))
                 if code == child_module.WORN_OUT and not self.stopping:
-                    logger.info("replacing worker process %s: %s", each.process.pid, WORN_OUT)
+                    logger.info(
+                        "replacing worker process %s: %s",
+                        each.process.pid,
+                        WORN_OUT,
+                        extra=each.about(),
+                    )
                     self._schedule_restart(healthy=True)
             else:
                 self._recover_crashed(each, code)
@@ -233,6 +244,7 @@ class Supervisor:
             child.process.pid,
             _described(code),
             recovered or 0,
+            extra=child.about(error["handler"]),
         )
         if self.stopping:
             self.exit_code = 1
@@ -296,7 +308,12 @@ class Supervisor:
                 verdict = "a thread of the worker does not report any more"
             else:
                 continue
-            logger.error("killing worker process %s: %s", each.process.pid, verdict)
+            logger.error(
+                "killing worker process %s: %s",
+                each.process.pid,
+                verdict,
+                extra=each.about(),
+            )
             self._kill(each, verdict, Charge.INTERRUPTION)
 
     def _start_renewing(self) -> None:

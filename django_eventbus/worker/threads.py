@@ -23,6 +23,7 @@ from django_eventbus.delivery.deadlines import Watch
 from django_eventbus.delivery.deliverer import Deliverer
 from django_eventbus.errors import failures
 from django_eventbus.flow.admission import Admission
+from django_eventbus.logs import about, set_worker
 from django_eventbus.outcomes.assignments import EVENT_WORKER
 from django_eventbus.store import is_outage, name_own_sessions, store_for
 from django_eventbus.worker.claiming import ClaimedBatch
@@ -106,6 +107,7 @@ class Delivery:
                 "delivery of a batch failed; its events are returned to the queue and will run one "
                 "by one: %s",
                 failures.in_a_line(error),
+                extra=about(queue=batch.events[0].claim.queue),
             )
             self.deliverer.interrupt(batch.events[0], error)
         return None
@@ -177,7 +179,7 @@ class OneThread:
     def __init__(self, worker: Worker) -> None:
         self.delivery = Delivery(worker, 0)
         self.deliveries = [self.delivery]
-        self.executor: Executor = Helper(worker.options.using)
+        self.executor: Executor = Helper(worker)
         self._finished: list[Delivered] = []
 
     @property
@@ -214,14 +216,16 @@ class OneThread:
 class Helper(Executor):
     """A thread with its own connection, started when it is first needed."""
 
-    def __init__(self, using: str) -> None:
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
         self._pool = ThreadPoolExecutor(
-            1,
-            thread_name_prefix="eventbus-claim",
-            initializer=name_own_sessions,
-            initargs=(using, "claim"),
+            1, thread_name_prefix="eventbus-claim", initializer=self._begin
         )
         self._used_at: float | None = None
+
+    def _begin(self) -> None:
+        set_worker(self.worker.worker_id)
+        name_own_sessions(self.worker.options.using, "claim")
 
     def submit(self, action: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         self._used_at = time.monotonic()
@@ -329,6 +333,7 @@ class PoolThread(threading.Thread):
 
     def run(self) -> None:
         try:
+            set_worker(self.worker.worker_id)
             self._work()
         except BaseException as error:
             self._finished.put((self, error))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from django_eventbus.conf import settings
+from django_eventbus.logs import about
 from django_eventbus.store import Attention, AttentionQuery, Store
 from django_eventbus.worker.claiming import Claims
 from django_eventbus.worker.firing import Scheduler
@@ -118,7 +119,7 @@ class Upkeep:
             recovered += self.claims.release_forgotten()
         if recovered:
             self.claims.expect_events()
-            logger.warning("returned %s abandoned events to the queue", recovered)
+            logger.warning("returned %s abandoned events to the queue", recovered, extra=about())
 
     def _is_reconnected(self) -> bool:
         before, self._session = self._session, self.store.connection.connection

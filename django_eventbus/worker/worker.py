@@ -23,6 +23,7 @@ from django_eventbus.errors.failpoints import reached
 from django_eventbus.flow.controls import FlowControls
 from django_eventbus.flow.fleet import OtherWorkers
 from django_eventbus.internals.django import turn_off_pool
+from django_eventbus.logs import set_worker, worker_context
 from django_eventbus.outcomes.assignments import EVENT_WORKER, Assignment
 from django_eventbus.publishing import publisher
 from django_eventbus.statistics.recorder import StatisticsRecorder
@@ -61,7 +62,7 @@ class Worker:
         )
         self.other_workers = OtherWorkers(worker_id)
         self.statistics = StatisticsRecorder(worker_id)
-        self.watchdog = Watchdog()
+        self.watchdog = Watchdog(worker_id)
         self._stopping = False
         self._started_at = time.monotonic()
 
@@ -75,6 +76,10 @@ class Worker:
 
     def run(self) -> Tally:
         """Deliver events until the worker is stopped or, with ``drain``, until no event is left."""
+        with worker_context(self.worker_id):
+            return self._run()
+
+    def _run(self) -> Tally:
         stopped = threading.Event()
         listener = threading.Thread(
             target=self._listen, args=(stopped,), name="eventbus-listener", daemon=True
@@ -92,6 +97,7 @@ class Worker:
 
     def _listen(self, stopped: threading.Event) -> None:
         try:
+            set_worker(self.worker_id)
             name_own_sessions(self.options.using, "listener")
             store_for(self.options.using).listen(self.bell.ring_for_events, stopped)
         finally:
