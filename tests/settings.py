@@ -64,3 +64,4 @@ PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
 for module in filter(None, os.environ.get("EVENTBUS_TEST_IMPORT", "").split(",")):
     importlib.import_module(module)
 EVENTBUS = json.loads(os.environ.get("EVENTBUS_TEST_SETTINGS", "{}"))
+LOGGING = json.loads(os.environ.get("EVENTBUS_TEST_LOGGING", "{}"))

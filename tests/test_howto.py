@@ -1,12 +1,15 @@
 """The Python code of the how-to guides and of the README works as described."""
 
 import ast
+import json
+import logging
 import re
 import sys
 import types
 import unittest
 from datetime import timedelta
 from decimal import Decimal
+from logging.config import dictConfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -772,3 +775,102 @@ def test_bridge_third_party(monkeypatch, shop):
         namespace["test_a_new_user_publishes_an_event"]()
     finally:
         bridge.disconnect()
+
+
+@pytest.fixture
+def root_logger_kept():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def written_with(code, capsys):
+    """Configure logging by the code, handle a hostile event, and return the lines of stderr."""
+    namespace = {"__name__": "project.settings"}
+    run(code, namespace)
+    dictConfig(namespace["LOGGING"])
+    event = publish("order.placed", {"items": 3}, key="order:7")
+    hostile = publish("order.broken", {}, key="order:8")
+    forged = {"type": "order.broken\nERROR forged", "key": "order:8\r\nERROR\x1b[2J"}
+    QueuedEvent.objects.filter(pk=hostile.pk).update(**forged)
+    drain(raise_errors=False)
+    return event, hostile, capsys.readouterr().err.splitlines()
+
+
+@pytest.fixture
+def logging_shop(shop, monkeypatch):
+    """The app of the guide about logging, and a handler that fails."""
+    handlers, formatter = (each for each in blocks("logging") if "shop/" in each.splitlines()[0])
+    json_logs = types.ModuleType("shop.json_logs")
+    run(formatter, vars(json_logs))
+    monkeypatch.setitem(sys.modules, "shop.json_logs", json_logs)
+    monkeypatch.setattr(sys.modules["shop"], "json_logs", json_logs, raising=False)
+    run(handlers, vars(shop))
+
+    @handler("order.broken*", name="fails", retry={"max_retries": 0})
+    def fail(event):
+        raise ValueError("no\nERROR forged")
+
+
+def test_logging_as_text(logging_shop, root_logger_kept, capsys):
+    (code,) = (each for each in blocks("logging") if '"line"' in each)
+    event, _, lines = written_with(code, capsys)
+    assert len(lines) == 3  # One line of the project, a failed attempt and a dead letter.
+    context = f"[order.placed {event.event_id} shop.reserve_stock #1]"
+    assert f" INFO shop.handlers {context} reserved 3 items" in "".join(lines)
+    assert "ERROR forged" not in {line[:12] for line in lines}
+    logging.getLogger("shop").info("a request")
+    assert " INFO shop [   #] a request" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["pythonjsonlogger", "shop.json_logs"])
+def test_logging_as_json(logging_shop, root_logger_kept, capsys, library):
+    if library == "pythonjsonlogger":
+        pytest.importorskip(library)
+    (code,) = (each for each in blocks("logging") if f'"{library}.' in each)
+    event, hostile, lines = written_with(code, capsys)
+    records = [json.loads(line) for line in lines]
+    own = next(each for each in records if each["message"] == "reserved 3 items")
+    assert own["event_id"] == str(event.event_id)
+    assert (own["handler"], own["attempt"], own["key"]) == ("shop.reserve_stock", "1", "order:7")
+    failed, dead = (each for each in records if each["event_id"] == str(hostile.event_id))
+    assert (failed["handler"], failed["worker_id"]) == ("fails", dead["worker_id"])
+    assert failed["event_type"] == "order.broken\\nERROR forged"
+    assert failed["key"] == "order:8\\r\\nERROR\\x1b[2J"
+    try:
+        1 / 0  # noqa: B018 - it raises
+    except ZeroDivisionError:
+        logging.getLogger("shop").exception("a request failed")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ZeroDivisionError" in json.dumps(json.loads(line))
+
+
+def test_a_thread_of_the_guide_about_logging_gets_the_context(logging_shop, root_logger_kept):
+    (code,) = (each for each in blocks("logging") if "in_background" in each)
+    namespace = {"__name__": "shop.threads"}
+    run(code, namespace)
+    seen = []
+
+    @handler("order.shipped", name="ships")
+    def ship(event):
+        look = lambda: seen.append(event_classes.current_event_id())  # noqa: E731
+        namespace["in_background"](look).join()
+
+    event = publish("order.shipped", {})
+    drain()
+    assert seen == [event.event_id]
+
+
+def test_celery_uses_the_logging_of_django(root_logger_kept, settings):
+    (code,) = (each for each in blocks("logging") if "setup_logging" in each)
+    settings.LOGGING = {"version": 1, "disable_existing_loggers": False, "root": {"level": 17}}
+    namespace = {"__name__": "config.celery"}
+    run(code, namespace)
+    try:
+        app = celery.Celery("shop", broker="memory://", set_as_current=False)
+        app.log.setup_logging_subsystem()
+        assert logging.getLogger().level == 17
+    finally:
+        celery.signals.setup_logging.disconnect(namespace["use_logging_of_django"])

@@ -14,6 +14,7 @@ from django.db import Error, connections
 
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
+from django_eventbus.errors.text import one_line
 from django_eventbus.events import uuid7
 from django_eventbus.logs import about, set_worker
 from django_eventbus.models import EventWorker
@@ -88,7 +89,7 @@ class Heartbeat:
             logger.error(
                 "the handler %s ignores its deadline, so this worker no longer renews its "
                 "registration; other workers will recover all events of this worker",
-                handler,
+                one_line(handler),
                 extra=about(handler=handler),
             )
             return
