@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -69,11 +69,24 @@ def about(event: Any = None, **known: Any) -> dict[str, Any]:
     """
     values = {"worker_id": _worker_id.get(), **(_running() if event is None else _of(event))}
     values.update(known)
+    taken = _set_by_factory()
     return {
         name: _value(name, value)
         for name, value in values.items()
-        if name not in KEYS or (value is not None and value != "")
+        if name not in taken and (name not in KEYS or (value is not None and value != ""))
     }
+
+
+def _set_by_factory() -> Collection[str]:
+    """Return the attributes that the project's factory gives to each record.
+
+    A log call raises KeyError if its ``extra`` would overwrite one of them, and an error in a log
+    call would end the worker.
+    """
+    factory = logging.getLogRecordFactory()
+    if factory is logging.LogRecord:
+        return ()
+    return vars(factory(LOGGER, logging.INFO, "", 0, "", (), None))
 
 
 def _running() -> dict[str, Any]:

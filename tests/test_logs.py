@@ -117,6 +117,12 @@ def test_every_log_call_says_what_it_is_about():
     assert without == WITHOUT_EXTRA
 
 
+def test_no_log_call_writes_a_traceback():
+    """A traceback has many lines, and the database has it already."""
+    assert {node.func.attr for _, node in log_calls()} <= LEVELS - {"exception"}
+    assert "exc_info" not in {each.arg for _, node in log_calls() for each in node.keywords}
+
+
 def test_the_reference_lists_the_loggers_and_their_levels():
     used = {
         ("django_eventbus" if name == "signals" else f"django_eventbus.{name}", node.func.attr)
@@ -172,6 +178,25 @@ def test_a_record_about_a_published_event_has_its_values():
 
 def test_unknown_keys_are_absent_and_other_values_are_kept():
     assert about(handler="", queue=None, retry_in=None, calls=3) == {"retry_in": None, "calls": 3}
+
+
+def test_a_value_of_the_projects_record_factory_is_kept(lines):
+    """A log call raises KeyError if its ``extra`` would overwrite an attribute of the record."""
+    standard = logging.getLogRecordFactory()
+
+    def with_trace(*args, **kwargs):
+        record = standard(*args, **kwargs)
+        record.trace_id = "of the request"
+        return record
+
+    logging.setLogRecordFactory(with_trace)
+    try:
+        event = claimed(headers_json=json.dumps({"traceparent": TRACEPARENT}))
+        event_dead_lettered.send(None, event=event, status="FAILED")
+    finally:
+        logging.setLogRecordFactory(standard)
+    (record,) = lines.named("django_eventbus")
+    assert (record.trace_id, record.event_id) == ("of the request", str(event.event_id))
 
 
 @pytest.mark.parametrize(
