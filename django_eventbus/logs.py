@@ -18,6 +18,7 @@ from typing import Any
 
 from django_eventbus.errors.text import one_line
 from django_eventbus.events import current_envelope
+from django_eventbus.tracing.spans import current_trace_id
 
 #: The stable keys of a record. Their values are one line of text.
 KEYS = ("event_id", "event_type", "handler", "attempt", "worker_id", "queue", "key", "trace_id")
@@ -64,8 +65,8 @@ def about(event: Any = None, **known: Any) -> dict[str, Any]:
     """Return the ``extra`` of a log record about an event, and other values that are known.
 
     ``event`` is a ClaimedEvent or a QueuedEvent. Without it, the record is about the event whose
-    handler runs in the current context, if any. An unknown key of ``KEYS`` is left out. ``known``
-    may have other keys too.
+    handler runs in the current context, if any, and has the trace of the current span. An unknown
+    key of ``KEYS`` is left out. ``known`` may have other keys too.
     """
     values = {"worker_id": _worker_id.get(), **(_running() if event is None else _of(event))}
     values.update(known)
@@ -91,13 +92,17 @@ def _set_by_factory() -> Collection[str]:
 
 def _running() -> dict[str, Any]:
     envelope = current_envelope()
-    if envelope is None:
-        return {}
-    return {
-        **_of(envelope._event),
-        "handler": envelope.handler_name,
-        "attempt": envelope.attempt,
-    }
+    known: dict[str, Any] = {}
+    if envelope is not None:
+        known = {
+            **_of(envelope._event),
+            "handler": envelope.handler_name,
+            "attempt": envelope.attempt,
+        }
+    # With TRACE_PARENT="link", the span of a handler is in another trace than the event's header.
+    if trace_id := current_trace_id():
+        known["trace_id"] = trace_id
+    return known
 
 
 def _of(event: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from django_eventbus.exceptions import HandlerTimeout
 from django_eventbus.logs import KEYS, EventContextFilter, about, trace_id_in, worker_context
 from django_eventbus.models import EventLog, EventWorker, QueuedEvent
 from django_eventbus.signals import delivery_failed, event_dead_lettered, event_dropped
+from django_eventbus.tracing import spans
 from tests.bus import drain, drain_with_retries
 from tests.test_architecture import RULED, tree_of
 from tests.test_docs import page, rows, section
@@ -117,10 +118,12 @@ def test_every_log_call_says_what_it_is_about():
     assert without == WITHOUT_EXTRA
 
 
-def test_no_log_call_writes_a_traceback():
-    """A traceback has many lines, and the database has it already."""
+def test_no_record_about_an_event_has_a_traceback():
+    """A traceback has many lines, and the database has it already, except errors of a library."""
     assert {node.func.attr for _, node in log_calls()} <= LEVELS - {"exception"}
-    assert "exc_info" not in {each.arg for _, node in log_calls() for each in node.keywords}
+    assert {
+        name for name, node in log_calls() if "exc_info" in {each.arg for each in node.keywords}
+    } == {"integrations.opentelemetry"}
 
 
 def test_the_reference_lists_the_loggers_and_their_levels():
@@ -225,6 +228,27 @@ def test_headers_that_are_no_json_have_no_trace():
 
 def test_a_later_version_of_the_trace_header_may_have_more_fields():
     assert trace_id_in({"traceparent": f"01-{TRACE}-b7ad6b7169203331-01-more"}) == TRACE
+
+
+@pytest.fixture
+def current_span():
+    """A tracer that has a current span."""
+    trace_id = "f" * 32
+    before = spans.install(SimpleNamespace(current_trace_id=lambda: trace_id))
+    yield trace_id
+    spans.install(before)
+
+
+def test_the_trace_of_the_current_span_precedes_that_of_the_header(lines, current_span):
+    event = claimed(headers_json=json.dumps({"traceparent": TRACEPARENT}))
+    logger.info("outside")
+    set_current_envelope(envelope(event))
+    try:
+        logger.info("inside")
+    finally:
+        set_current_envelope(None)
+    assert {keys["trace_id"] for _, keys in lines.of_the_project()} == {current_span}
+    assert about(event)["trace_id"] == TRACE
 
 
 # -- text from outside

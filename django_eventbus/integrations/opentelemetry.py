@@ -36,6 +36,7 @@ from django_eventbus.conf import settings
 from django_eventbus.errors.introspection import message, type_name
 from django_eventbus.errors.redaction import MAX_MESSAGE, redacted
 from django_eventbus.errors.text import clean
+from django_eventbus.logs import about
 from django_eventbus.schema.claims import ClaimedEvent
 from django_eventbus.tracing import spans
 
@@ -84,6 +85,7 @@ def _log_once(kind: str) -> None:
             "is not repeated in this process.",
             kind,
             exc_info=True,
+            extra=about(),
         )
 
 

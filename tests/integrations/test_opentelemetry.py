@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from django_eventbus import (
 )
 from django_eventbus.integrations import celery as celery_tasks
 from django_eventbus.integrations import celery_executor, opentelemetry
+from django_eventbus.logs import EventContextFilter
 from django_eventbus.models import EventLog, QueuedEvent
 from django_eventbus.tasks import deliver
 from django_eventbus.tracing import spans
@@ -687,3 +689,33 @@ def test_processes_of_the_bus_and_of_celery_make_one_connected_trace(
         for name in ("process process.celery", "send celery")
     )
     assert process["parent"] == send["id"]
+
+
+# -- logs
+
+
+@pytest.fixture
+def with_context(caplog):
+    """``caplog`` with the filter of a project."""
+    context_filter = EventContextFilter()
+    caplog.handler.addFilter(context_filter)
+    caplog.set_level("INFO", logger="shop")
+    yield caplog
+    caplog.handler.removeFilter(context_filter)
+
+
+def test_a_handlers_log_lines_have_the_trace_of_its_span(exported, mode, with_context):
+
+    @handler("order.placed", name="mail", retry=ONCE)
+    def mail(event):
+        logging.getLogger("shop").info("mailing")
+        raise ValueError("no")
+
+    publish("order.placed", {})
+    drain()
+    own, failed, _ = (
+        each for each in with_context.records if each.name in ("shop", "django_eventbus")
+    )
+    assert own.trace_id == exported.the("process order.placed")["trace"]
+    # The record of the failed attempt is written after the span, so it has the event's trace.
+    assert failed.trace_id == exported.the("publish order.placed")["trace"]
