@@ -52,6 +52,7 @@ ORDER = (
     "lanes",
     "pauses",
     "breakers",
+    "diagnosis",
 )
 #: The public modules and Django's conventions. Everything else is a private package.
 PUBLIC_MODULES = {

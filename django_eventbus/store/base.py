@@ -24,6 +24,7 @@ from django_eventbus.store.groups import Groups
 from django_eventbus.store.guards import Guards
 from django_eventbus.store.handing_off import HandingOff
 from django_eventbus.store.inserting import Inserting
+from django_eventbus.store.inspecting import Inspecting
 from django_eventbus.store.lanes import LOCKED_WAIT
 from django_eventbus.store.recovery import Recovery
 from django_eventbus.store.replaying import Replaying
@@ -51,6 +52,7 @@ class Store(
     Guards,
     Statistics,
     Depths,
+    Inspecting,
 ):
     """All reads and writes of rows.
 

@@ -17,6 +17,7 @@ from django_eventbus.conf import settings
 from django_eventbus.errors import failures
 from django_eventbus.models import EventLane, EventLog, IdempotencyKey, QueuedEvent
 from django_eventbus.store.base import Store
+from django_eventbus.store.mariadb_inspecting import InspectingMariaDB
 from django_eventbus.store.rows import Clock
 from django_eventbus.store.settlements import Settlement
 
@@ -33,7 +34,7 @@ COALESCE_TRIES = 100
 SURELY_FITS = 256 * 1024
 
 
-class MariaDBStore(Store):
+class MariaDBStore(InspectingMariaDB, Store):
     #: The columns have a JSON_VALID constraint, which rejects 32 or more levels of nesting.
     deepest_json: ClassVar[int] = 31
     #: Error codes: deadlock, lock wait timeout, record changed since the snapshot.

@@ -25,6 +25,7 @@ from django_eventbus.store import postgresql_sql as sql
 from django_eventbus.store.claiming import ROUTE_CHUNK, order_in_queue
 from django_eventbus.store.guards import GUARD, NOWHERE, Guard
 from django_eventbus.store.lanes import LOCKED_WAIT
+from django_eventbus.store.postgresql_inspecting import InspectingPostgreSQL
 from django_eventbus.store.postgresql_notify import Notifying
 from django_eventbus.store.postgresql_settling import SettlingEachRow
 from django_eventbus.store.rows import LOWEST_ID, Clock, retried
@@ -57,7 +58,7 @@ class _Floor:
     swept_at: float
 
 
-class PostgreSQLStore(SettlingEachRow, Notifying):
+class PostgreSQLStore(InspectingPostgreSQL, SettlingEachRow, Notifying):
     #: Error codes: serialization failure, deadlock.
     conflicts: ClassVar[frozenset[Any]] = frozenset({"40001", "40P01"})
     _clock_sql: ClassVar[str] = "SELECT clock_timestamp()"

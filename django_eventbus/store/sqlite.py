@@ -20,11 +20,12 @@ from django_eventbus.errors import introspection
 from django_eventbus.models import QueuedStatus
 from django_eventbus.schema.claims import ClaimedEvent
 from django_eventbus.store.base import Store
+from django_eventbus.store.sqlite_inspecting import InspectingSQLite
 
 POLL_EVERY = 0.01
 
 
-class SQLiteStore(Store):
+class SQLiteStore(InspectingSQLite, Store):
     reports_wakeups: ClassVar[bool] = True
     new_uuid = "LOWER(HEX(RANDOMBLOB(16)))"
     allows_concurrent_writes: ClassVar[bool] = False

@@ -17,6 +17,7 @@ SHORTEST = {
     "dead_events": ("list",),
     "erase_events": ("--key", "order:7"),
     "event_breakers": (),
+    "event_doctor": (),
     "event_pause": (),
     "event_schedules": ("list",),
     "event_status": (),

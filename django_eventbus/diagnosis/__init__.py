@@ -1,0 +1,1 @@
+"""The checks of ``event_doctor``: what is wrong with the running bus, and what fixes it."""

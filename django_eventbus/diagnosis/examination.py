@@ -1,0 +1,188 @@
+"""Checks, their results, and the examination that runs checks one after the other.
+
+A check reads only. It never waits for a lock of another transaction, and its statements are
+cancelled after a timeout if the database supports this. A check that fails does not stop the
+checks after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from functools import cached_property
+
+from django_eventbus.errors import failures
+from django_eventbus.errors.text import one_line
+from django_eventbus.status import Status
+from django_eventbus.store import Store
+
+#: Seconds after which the database cancels a statement of a check.
+STATEMENT_SECONDS = 5.0
+
+#: The databases of ``Check.databases``: values of ``Store.database_name``.
+POSTGRESQL = "PostgreSQL"
+SQLITE = "SQLite"
+MARIADB = "MariaDB"
+EVERY_DATABASE = (POSTGRESQL, SQLITE, MARIADB)
+
+
+class Verdict(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    #: The check did not run. The summary has the reason. This is never the same as ok.
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a check found about one thing."""
+
+    verdict: Verdict
+    #: One sentence with the measured value. It contains no newline.
+    summary: str
+    #: The statement, setting or command that fixes it; empty if nothing is wrong.
+    fix: str = ""
+
+
+def ok(summary: str) -> Result:
+    return Result(Verdict.OK, one_line(summary))
+
+
+def warn(summary: str, *, fix: str) -> Result:
+    return Result(Verdict.WARN, one_line(summary), fix)
+
+
+def fail(summary: str, *, fix: str) -> Result:
+    return Result(Verdict.FAIL, one_line(summary), fix)
+
+
+def skipped(reason: str) -> Result:
+    return Result(Verdict.SKIPPED, one_line(reason))
+
+
+class Bus:
+    """The bus that is examined: its store, and the reads that several checks share."""
+
+    def __init__(self, store: Store, status: Status | None = None) -> None:
+        self.store = store
+        self._status = status
+
+    @cached_property
+    def status(self) -> Status:
+        """The status of the bus. It is read once for all checks."""
+        return self._status or Status(self.store)
+
+    @cached_property
+    def now(self) -> datetime:
+        """The time of the database, from the status."""
+        return self.status.at
+
+
+Examine = Callable[[Bus], Iterable[Result]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One check of ``event_doctor``. Its texts are also the troubleshooting page."""
+
+    #: Never changes, because projects ignore checks by id: EB014.
+    id: str
+    #: A noun phrase that names the fault: "Blocked lanes".
+    title: str
+    #: What a user of the bus notices.
+    symptom: str
+    cause: str
+    fix: str
+    #: Yields at least one result.
+    examine: Examine
+    databases: Sequence[str] = EVERY_DATABASE
+    #: The check reads nothing but ``Bus.status``, so the overview can run it at each load.
+    reads_status_only: bool = False
+    #: ``statistics.problems`` reports the same fact, so the overview omits this check.
+    is_a_problem: bool = False
+
+
+def check(
+    check_id: str,
+    *,
+    title: str,
+    symptom: str,
+    cause: str,
+    fix: str,
+    databases: Sequence[str] = EVERY_DATABASE,
+    reads_status_only: bool = False,
+    is_a_problem: bool = False,
+) -> Callable[[Examine], Check]:
+    """Turn a function that yields results into a check."""
+
+    def decorate(examine: Examine) -> Check:
+        return Check(
+            id=check_id,
+            title=title,
+            symptom=symptom,
+            cause=cause,
+            fix=fix,
+            examine=examine,
+            databases=databases,
+            reads_status_only=reads_status_only,
+            is_a_problem=is_a_problem,
+        )
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """A check and its results."""
+
+    check: Check
+    results: tuple[Result, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst verdict of the results; skipped only if every result is skipped."""
+        order = (Verdict.FAIL, Verdict.WARN, Verdict.OK, Verdict.SKIPPED)
+        return min((each.verdict for each in self.results), key=order.index)
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.verdict in (Verdict.WARN, Verdict.FAIL)
+
+
+def examine(
+    bus: Bus, checks: Iterable[Check], *, seconds: float = STATEMENT_SECONDS
+) -> Iterator[Diagnosis]:
+    """Run the checks in their order, and yield each diagnosis as soon as its check has run.
+
+    Statements of a check are cancelled after ``seconds``. Raises no error of a check.
+    """
+    for each in checks:
+        yield Diagnosis(each, tuple(_results(bus, each, seconds)))
+
+
+def _results(bus: Bus, check: Check, seconds: float) -> list[Result]:
+    store = bus.store
+    if store.database_name not in check.databases:
+        return [skipped(f"only for {' and '.join(check.databases)}, not for {store.database_name}")]
+    try:
+        with store.examining(seconds):
+            found = list(check.examine(bus))
+    except Exception as error:
+        return [_failure(store, error)]
+    return found or [fail("the check returned no result", fix="Report this defect.")]
+
+
+def _failure(store: Store, error: Exception) -> Result:
+    reason = store.refusal(error)
+    if reason is not None:
+        return skipped(reason)
+    if not store.connection.in_atomic_block:
+        # The session may be broken. The next check opens a new connection.
+        store.connection.close()
+    return fail(
+        f"the check raised {failures.in_a_line(error)}",
+        fix="Check that the database is available and migrated; otherwise report this defect.",
+    )

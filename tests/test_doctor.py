@@ -1,0 +1,87 @@
+"""The framework of the checks: verdicts, errors, read-only reads, selection."""
+
+import pytest
+from django.db import DatabaseError, ProgrammingError, connection
+
+from django_eventbus.diagnosis.catalogue import CHECKS, UnknownCheckError, selected
+from django_eventbus.diagnosis.examination import Bus, Diagnosis, Verdict, check, examine, ok, warn
+from django_eventbus.models import EventWorker
+
+
+def a_check(examine, **options):
+    texts = dict.fromkeys(("title", "symptom", "cause", "fix"), "text")
+    return check("EB999", **texts, **options)(examine)
+
+
+def run(store, *checks):
+    return list(examine(Bus(store), checks))
+
+
+def test_ids_are_unique_and_sorted():
+    ids = [each.id for each in CHECKS]
+    assert ids == sorted(set(ids))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_check_cannot_write(store):
+    def writes(bus):
+        bus.store.workers.update(host="other")
+        yield ok("written")
+
+    (found,) = run(store, a_check(writes))
+    assert found.verdict is Verdict.FAIL
+    assert "raised" in found.results[0].summary
+
+
+def test_a_check_that_raises_fails_and_the_next_check_runs(store):
+    def raises(bus):
+        raise ProgrammingError("no such thing")
+
+    first, second = run(store, a_check(raises), a_check(lambda bus: [ok("fine")]))
+    assert (first.verdict, second.verdict) == (Verdict.FAIL, Verdict.OK)
+    assert "ProgrammingError: no such thing" in first.results[0].summary
+
+
+def test_a_check_of_another_database_is_skipped(store):
+    (found,) = run(store, a_check(lambda bus: [ok("fine")], databases=("Oracle",)))
+    assert found.verdict is Verdict.SKIPPED
+    assert found.results[0].summary.startswith("only for Oracle, not for ")
+
+
+def test_a_check_without_a_result_fails(store):
+    (found,) = run(store, a_check(lambda bus: []))
+    assert found.verdict is Verdict.FAIL
+
+
+def test_the_session_is_writable_after_the_examination(store, worker_id):
+    run(store, a_check(lambda bus: [ok("fine")]))
+    assert EventWorker.objects.update(host="other") == 1
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT 1")
+
+
+def test_the_worst_result_is_the_verdict():
+    results = (ok("fine"), warn("late", fix="wait"))
+    assert Diagnosis(CHECKS[0], results).verdict is Verdict.WARN
+
+
+def test_an_unknown_id_is_refused_with_a_suggestion():
+    with pytest.raises(UnknownCheckError, match=r"there is no check 'EB00A'; did you mean 'EB00"):
+        selected(["EB00A"])
+
+
+def test_the_beginning_of_an_id_selects_its_checks():
+    assert {each.id for each in selected(["eb00"])} == {
+        each.id for each in CHECKS if each.id.startswith("EB00")
+    }
+    assert "EB001" not in {each.id for each in selected([], ["EB001"])}
+
+
+def test_a_missing_privilege_and_a_timeout_are_skipped(store):
+    for code in (*store._privilege_errors, *store._timeout_errors):
+
+        def refused(bus, code=code):
+            raise DatabaseError(code, "refused")
+
+        (found,) = run(store, a_check(refused))
+        assert found.verdict is Verdict.SKIPPED
