@@ -153,6 +153,11 @@ def _forget_overrides(*, setting: str, **kwargs: Any) -> None:
         _overrides = None
 
 
+def overridden() -> Mapping[str, Any]:
+    """Return the settings that the project overrides."""
+    return _overrides if _overrides is not None else _read_overrides()
+
+
 def names() -> list[str]:
     return [name for name in vars(Settings) if name.isupper()]
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from django_eventbus.diagnosis import workers
+from django_eventbus.diagnosis import (
+    flow,
+    handlers,
+    log,
+    mariadb,
+    schedules,
+    setup,
+    sqlite,
+    workers,
+)
 from django_eventbus.diagnosis.examination import Check
 from django_eventbus.errors.suggestions import did_you_mean
 
 #: The modules that define checks. EB0xx up to EB029: the bus and its workers; EB03x: SQLite;
 #: EB04x: MariaDB; EB05x to EB07x: PostgreSQL.
-_MODULES = (workers,)
+_MODULES = (workers, handlers, flow, log, schedules, setup, sqlite, mariadb)
 
 CHECKS: Sequence[Check] = sorted(
     (each for module in _MODULES for each in vars(module).values() if isinstance(each, Check)),

@@ -15,11 +15,17 @@ from functools import cached_property
 
 from django_eventbus.errors import failures
 from django_eventbus.errors.text import one_line
+from django_eventbus.flow.fleet import Patterns, known_here
+from django_eventbus.models import EventSchedule, QueuedEvent
+from django_eventbus.registry import registry
+from django_eventbus.schema.patterns import matches
 from django_eventbus.status import Status
 from django_eventbus.store import Store
 
 #: Seconds after which the database cancels a statement of a check.
 STATEMENT_SECONDS = 5.0
+#: The number of queued events that checks read.
+OLDEST_QUEUED = 5000
 
 #: The databases of ``Check.databases``: values of ``Store.database_name``.
 POSTGRESQL = "PostgreSQL"
@@ -63,6 +69,13 @@ def skipped(reason: str) -> Result:
     return Result(Verdict.SKIPPED, one_line(reason))
 
 
+def listed(names: Iterable[str], *, separator: str = ", ", at_most: int = 5) -> str:
+    """Return the first names as text: ``a, b, c and 4 more``."""
+    found = sorted(names)
+    more = f" and {len(found) - at_most} more" if len(found) > at_most else ""
+    return one_line(separator.join(found[:at_most])) + more
+
+
 class Bus:
     """The bus that is examined: its store, and the reads that several checks share."""
 
@@ -74,6 +87,33 @@ class Bus:
     def status(self) -> Status:
         """The status of the bus. It is read once for all checks."""
         return self._status or Status(self.store)
+
+    @cached_property
+    def oldest_queued(self) -> list[QueuedEvent]:
+        """The oldest queued events, without payloads. A longer queue is not read completely."""
+        wanted = ("type", "queue", "deliveries", "handed_off_to", "interruptions", "created_at")
+        rows = self.store.queued.only("id", *wanted).order_by("id")
+        return list(rows[:OLDEST_QUEUED])
+
+    @cached_property
+    def schedules(self) -> list[EventSchedule]:
+        return list(self.store.schedules.order_by("name"))
+
+    @cached_property
+    def known_handlers(self) -> Patterns:
+        """The handlers of this process and of all live workers, with their patterns."""
+        known = known_here()
+        for worker in self.status.living:
+            for name, patterns in (worker.handlers or {}).items():
+                known[name] = [*known.get(name, []), *patterns]
+        return known
+
+    def has_handler(self, type_name: str) -> bool:
+        """Return whether this process or a live worker has a handler for an event type."""
+        if registry.handlers_for(type_name).names:
+            return True
+        patterns = self.known_handlers.values()
+        return any(matches(each, type_name) for several in patterns for each in several)
 
     @cached_property
     def now(self) -> datetime:

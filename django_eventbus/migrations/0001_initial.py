@@ -96,6 +96,11 @@ class Migration(migrations.Migration):
                 ("suspects", models.JSONField(default=list, verbose_name="suspects")),
                 ("handlers", models.JSONField(null=True)),
                 ("handlers_digest", models.CharField(default="", max_length=32)),
+                (
+                    "version",
+                    models.CharField(default="", max_length=100, verbose_name="version"),
+                ),
+                ("settings_digests", models.JSONField(default=dict)),
             ],
             options={
                 "verbose_name": "worker",

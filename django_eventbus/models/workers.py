@@ -31,6 +31,10 @@ class EventWorker(models.Model):
     # if the digest has changed.
     handlers = models.JSONField(null=True)
     handlers_digest = models.CharField(max_length=32, default="")
+    # The versions of the package, of Django and of Python. Empty for a lease of poll().
+    version = models.CharField(_("version"), max_length=100, default="")
+    # A digest of each setting that the project overrides, by the name of the setting.
+    settings_digests = models.JSONField(default=dict)
 
     class Meta:
         default_permissions = ("view",)

@@ -39,6 +39,14 @@ class Inspecting(Rows):
             return f"timeout: {''.join(text)}"
         return None
 
+    def session_settings(self) -> dict[str, Any]:
+        """Return the settings of the server and of this session that matter for events."""
+        return {}
+
+    def table_engines(self) -> dict[str, str]:
+        """Return the storage engine of each table of the bus; empty if there are no engines."""
+        return {}
+
     def read_rows(self, statement: str, params: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Return the rows of a query as dicts, by the names of the columns."""
         with self.connection.cursor() as cursor:

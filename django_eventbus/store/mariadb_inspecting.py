@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from django.apps import apps
+
 from django_eventbus.store.inspecting import LOCK_SECONDS, Inspecting
+
+SESSION = """
+SELECT @@tx_isolation AS isolation,
+       @@sql_mode AS sql_mode,
+       @@max_allowed_packet AS max_allowed_packet,
+       @@innodb_flush_log_at_trx_commit AS flush_at_commit
+"""
+ENGINES = """
+SELECT table_name AS name, engine AS engine
+FROM information_schema.tables
+WHERE table_schema = DATABASE() AND JSON_CONTAINS(%s, JSON_QUOTE(table_name))
+"""
 
 
 class InspectingMariaDB(Inspecting):
@@ -48,6 +63,18 @@ class InspectingMariaDB(Inspecting):
             yield
         finally:
             self._change(change, before["longest"], before["locked"])
+
+    def session_settings(self) -> dict[str, Any]:
+        """Return the settings. Inside the examination, the level of the next transaction counts."""
+        name = "tx_isolation" if self.connection.mysql_is_mariadb else "transaction_isolation"
+        (found,) = self.read_rows(SESSION.replace("tx_isolation", name))
+        return found
+
+    def table_engines(self) -> dict[str, str]:
+        models = apps.get_app_config("django_eventbus").get_models()
+        tables = sorted({each._meta.db_table for each in models})
+        rows = self.read_rows(ENGINES, [json.dumps(tables)])
+        return {row["name"]: row["engine"] for row in rows}
 
     def _change(self, statement: str, *values: Any) -> None:
         with self.connection.cursor() as cursor:

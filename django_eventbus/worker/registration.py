@@ -19,6 +19,7 @@ from django_eventbus.events import uuid7
 from django_eventbus.logs import about, set_worker
 from django_eventbus.models import EventWorker
 from django_eventbus.store import name_own_sessions, store_for
+from django_eventbus.worker import deployment
 
 if TYPE_CHECKING:
     from django_eventbus.worker.worker import Worker
@@ -51,6 +52,8 @@ def new_registration(options: WorkerOptions) -> EventWorker:
         host=socket.gethostname()[:64],
         pid=os.getpid(),
         queues=list(options.queues),
+        version=deployment.version(),
+        settings_digests=deployment.settings_digests(),
     )
 
 
