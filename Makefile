@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .SECONDEXPANSION:
 .NOTPARALLEL:
 .PHONY: help quick test test-sqlite test-postgresql test-mariadb test-redis test-rabbitmq test-browser screenshots faults demo demo-check
-.PHONY: lint types docs messages coverage bench mutants dev clean
+.PHONY: lint types docs messages troubleshooting coverage bench mutants dev clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -153,6 +153,9 @@ types: $(DEV_READY) ## mypy, strict, on the package; mypy and pyright on the sam
 
 docs: $(DOCS_READY) ## build the documentation; warnings are errors
 	$(PYTHON) -m sphinx -W -b html docs docs/_build/html
+
+troubleshooting: $(TEST_READY) ## write docs/howto/troubleshooting.md from the checks of event_doctor
+	PYTHONPATH=. DJANGO_SETTINGS_MODULE=tests.settings $(PYTHON) docs/troubleshooting.py
 
 bench: $(TEST_READY) ## measure throughput and latency on this machine
 	$(PYTHON) -m benchmarks

@@ -86,7 +86,7 @@ def not_strict(bus: Bus) -> Iterator[Result]:
 @check(
     "EB043",
     title="MariaDB with a small max_allowed_packet",
-    symptom="publish_many() or a worker fails with \"Got a packet bigger than 'max_allowed_packet' "
+    symptom='publish_many() or a worker fails with "packet bigger than max_allowed_packet '
     'bytes" or "MySQL server has gone away".',
     cause="A statement with several large events is larger than max_allowed_packet of the server.",
     fix="Increase max_allowed_packet in the configuration of the server, or lower "

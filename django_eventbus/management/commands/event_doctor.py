@@ -12,11 +12,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
+from django.db import OperationalError
 
 from django_eventbus.diagnosis.catalogue import CHECKS, UnknownCheckError, selected
 from django_eventbus.diagnosis.examination import Bus, Check, Diagnosis, Result, Verdict, examine
+from django_eventbus.errors import failures
 from django_eventbus.management.console import database
-from django_eventbus.store import store_for
+from django_eventbus.store import Store, store_for
 
 #: The exit code by the worst verdict, and the exit code of a usage error or another failure.
 EXIT_CODES = {Verdict.FAIL: 2, Verdict.WARN: 1}
@@ -32,6 +34,8 @@ GITHUB_COMMANDS = {
 
 class Command(BaseCommand):
     help = "Check the bus, its workers and its database; say what is wrong and what fixes it."
+    # A wrong setting must not keep the command from running: the check EB026 reports it.
+    requires_system_checks = ()
     _has_found = False
 
     def run_from_argv(self, argv: list[str]) -> None:
@@ -112,11 +116,11 @@ class Command(BaseCommand):
         self.stdout.write("\n\n".join(blocks))
 
     def _run(self, checks: Sequence[Check], options: dict[str, Any]) -> None:
-        store = store_for(database(options["database"]))
+        store = _available(database(options["database"]))
         found = []
         for diagnosis in examine(Bus(store), checks):
             found.append(diagnosis)
-            if options["format"] == "text":
+            if options["format"] == "text" and store.database_name in diagnosis.check.databases:
                 self._show(diagnosis)
             elif options["format"] == "github":
                 for line in _annotations(diagnosis):
@@ -124,11 +128,11 @@ class Command(BaseCommand):
         if options["format"] == "json":
             self.stdout.write(_as_json(store.using, store.database_name, found))
         if options["format"] == "text":
-            self.stdout.write(f"\n{_totals(found)}")
+            self.stdout.write(f"\n{_totals(found, store.database_name)}")
         code = _exit_code(found, options["fail_on"])
         if code:
             self._has_found = True
-            raise CommandError(_totals(found), returncode=code)
+            raise CommandError(_summary(found), returncode=code)
 
     def _show(self, diagnosis: Diagnosis) -> None:
         styles = {
@@ -140,7 +144,9 @@ class Command(BaseCommand):
         for each in diagnosis.results:
             mark = styles[each.verdict](f"{each.verdict:<7}")
             start = f"{diagnosis.check.id}  {each.verdict:<7}  "
-            text = _wrapped(f"{start}{diagnosis.check.title}: {each.summary}", "", " " * len(start))
+            # The title names a fault, so it would be wrong beside ok.
+            title = "" if each.verdict is Verdict.OK else f"{diagnosis.check.title}: "
+            text = _wrapped(f"{start}{title}{each.summary}", "", " " * len(start))
             self.stdout.write(text.replace(f"{each.verdict:<7}", mark, 1))
             if each.fix:
                 for line in each.fix.splitlines():
@@ -164,9 +170,34 @@ def _exit_code(found: Iterable[Diagnosis], fail_on: str) -> int:
     return worst if worst >= EXIT_CODES[Verdict(fail_on)] else 0
 
 
-def _totals(found: Iterable[Diagnosis]) -> str:
-    counts = Counter(each.verdict for each in found)
-    return ", ".join(f"{counts[each]} {each}" for each in Verdict)
+def _available(alias: str) -> Store:
+    """Return the store; raise CommandError if the database is unavailable."""
+    store = store_for(alias)
+    try:
+        store.connection.ensure_connection()
+    except OperationalError as error:
+        raise CommandError(
+            f"the database {alias!r} is not available: {failures.in_a_line(error)}",
+            returncode=MISTAKEN,
+        ) from error
+    return store
+
+
+def _totals(found: Sequence[Diagnosis], database_name: str) -> str:
+    applicable = [each for each in found if database_name in each.check.databases]
+    counts = Counter(each.verdict for each in applicable)
+    text = ", ".join(f"{counts[each]} {each}" for each in Verdict)
+    others = len(found) - len(applicable)
+    return f"{text}; {others} checks are for other databases" if others else text
+
+
+def _summary(found: Sequence[Diagnosis]) -> str:
+    words = {Verdict.FAIL: "failed", Verdict.WARN: "warned"}
+    ids = {
+        word: ", ".join(each.check.id for each in found if each.verdict is verdict)
+        for verdict, word in words.items()
+    }
+    return "; ".join(f"{text} {word}" for word, text in ids.items() if text)
 
 
 def _as_json(alias: str, database_name: str, found: Sequence[Diagnosis]) -> str:
