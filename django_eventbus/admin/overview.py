@@ -28,6 +28,8 @@ from django_eventbus.admin.base import EventBusAdminMixin
 from django_eventbus.admin.paging import grouped
 from django_eventbus.admin.permissions import page_for
 from django_eventbus.conf import settings
+from django_eventbus.diagnosis import watching
+from django_eventbus.diagnosis.examination import Bus
 from django_eventbus.models import (
     DeadEvent,
     EventLane,
@@ -40,6 +42,7 @@ from django_eventbus.models import (
 )
 from django_eventbus.statistics import problems
 from django_eventbus.status import Status, in_words, shown_count
+from django_eventbus.store import store_for
 
 REFRESH_SECONDS = 5
 SPARK_HEIGHT = 40
@@ -91,6 +94,7 @@ class OverviewMixin(EventBusAdminMixin):
         return [
             self.route("", self.changelist_view, "changelist"),
             self.route("statistics/", self.statistics_view, "statistics"),
+            self.route("checks/", self.checks_view, "checks"),
         ]
 
     @method_decorator(require_safe)
@@ -101,19 +105,35 @@ class OverviewMixin(EventBusAdminMixin):
             title=_("Overview"),
             refresh_seconds=str(REFRESH_SECONDS),
             statistics_url=self.url_of("statistics"),
-            **self._statistics(request),
+            **self._statistics(request, may_examine=False),
         )
 
     @method_decorator(require_safe)
     def statistics_view(self, request: HttpRequest) -> TemplateResponse:
         """Return the part of the page that the script refreshes."""
         template = "admin/django_eventbus/overview_statistics.html"
-        return TemplateResponse(request, template, self._statistics(request))
+        return TemplateResponse(request, template, self._statistics(request, may_examine=True))
 
-    def _statistics(self, request: HttpRequest) -> dict[str, Any]:
+    @method_decorator(require_safe)
+    def checks_view(self, request: HttpRequest) -> TemplateResponse:
+        """Show the results of all checks, with their explanations."""
+        self.demand_view(request)
+        found = watching.examined(Bus(store_for()))
+        return self.page(
+            request,
+            "checks",
+            title=_("Checks"),
+            as_of=as_of(found.at) if found else "",
+            diagnoses=found.diagnoses if found else (),
+        )
+
+    def _statistics(self, request: HttpRequest, *, may_examine: bool) -> dict[str, Any]:
         self.demand_view(request)
         seen = status.look()
+        bus = Bus(store_for(), seen)
         return {
+            "checks_url": self.url_of("checks"),
+            "failing_checks": watching.failing(bus, may_examine=may_examine),
             "as_of": as_of(seen.at),
             "tiles": [*self._queue_tiles(request, seen), *self._rate_tiles(request, seen)],
             "sparks": sparks(seen),

@@ -7,7 +7,10 @@ checks after it.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
@@ -83,10 +86,16 @@ class Bus:
         self.store = store
         self._status = status
 
-    @cached_property
+    @property
     def status(self) -> Status:
         """The status of the bus. It is read once for all checks."""
-        return self._status or Status(self.store)
+        if self._status is None:
+            self._status = Status(self.store)
+        return self._status
+
+    @property
+    def has_read_status(self) -> bool:
+        return self._status is not None
 
     @cached_property
     def oldest_queued(self) -> list[QueuedEvent]:
@@ -193,14 +202,24 @@ class Diagnosis:
 
 
 def examine(
-    bus: Bus, checks: Iterable[Check], *, seconds: float = STATEMENT_SECONDS
+    bus: Bus,
+    checks: Iterable[Check],
+    *,
+    seconds: float = STATEMENT_SECONDS,
+    all_seconds: float = math.inf,
 ) -> Iterator[Diagnosis]:
     """Run the checks in their order, and yield each diagnosis as soon as its check has run.
 
-    Statements of a check are cancelled after ``seconds``. Raises no error of a check.
+    Statements of a check are cancelled after ``seconds``. After ``all_seconds``, the other checks
+    are skipped. Raises no error of a check.
     """
+    ends_at = time.monotonic() + all_seconds
     for each in checks:
-        yield Diagnosis(each, tuple(_results(bus, each, seconds)))
+        if time.monotonic() < ends_at:
+            yield Diagnosis(each, tuple(_results(bus, each, seconds)))
+        else:
+            late = skipped(f"the earlier checks took more than {all_seconds:g} seconds")
+            yield Diagnosis(each, (late,))
 
 
 def _results(bus: Bus, check: Check, seconds: float) -> list[Result]:
@@ -208,11 +227,17 @@ def _results(bus: Bus, check: Check, seconds: float) -> list[Result]:
     if store.database_name not in check.databases:
         return [skipped(f"only for {' and '.join(check.databases)}, not for {store.database_name}")]
     try:
-        with store.examining(seconds):
+        with _reading(bus, check, seconds):
             found = list(check.examine(bus))
     except Exception as error:
         return [_failure(store, error)]
     return found or [fail("the check returned no result", fix="Report this defect.")]
+
+
+def _reading(bus: Bus, check: Check, seconds: float) -> AbstractContextManager[None]:
+    """Return the context of a check: read-only, unless the check needs no statement."""
+    needs_no_statement = check.reads_status_only and bus.has_read_status
+    return nullcontext() if needs_no_statement else bus.store.examining(seconds)
 
 
 def _failure(store: Store, error: Exception) -> Result:

@@ -1,7 +1,9 @@
 """The overview: content, permissions and number of queries."""
 
 import re
+import time
 import uuid
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -13,7 +15,9 @@ from django.utils import translation
 
 from django_eventbus import RetryPolicy, handler, pauses, publish, publish_many, status
 from django_eventbus.admin.overview import NOTHING, bars
-from django_eventbus.models import EventWorker, MinuteStatistics
+from django_eventbus.diagnosis import watching
+from django_eventbus.diagnosis.examination import Bus
+from django_eventbus.models import EventWorker, MinuteStatistics, QueuedEvent
 from tests.admin.people import client_with
 from tests.bus import drain
 from tests.plans import that_read
@@ -22,6 +26,7 @@ pytestmark = pytest.mark.django_db
 
 OVERVIEW = "/admin/django_eventbus/minutestatistics/"
 STATISTICS = f"{OVERVIEW}statistics/"
+CHECKS = f"{OVERVIEW}checks/"
 VIEWS = ("view_minutestatistics", "view_queuedevent", "view_deadevent", "view_eventworker")
 
 
@@ -210,3 +215,84 @@ def test_the_overview_costs_fewer_than_fifteen_queries(store):
     with CaptureQueriesContext(connection) as queries:
         client.get(OVERVIEW)
     assert len(that_read(queries)) < 15
+
+
+# -- the failing checks of event_doctor
+
+
+@pytest.fixture(autouse=True)
+def unexamined(monkeypatch):
+    """No test sees the results of an earlier examination."""
+    monkeypatch.setattr(watching, "_last", {})
+
+
+def failing(answer):
+    return {each.check.id for each in answer.context["failing_checks"]}
+
+
+@pytest.fixture
+def unhandled(store):
+    """A fault that only a query finds: a queued event without a handler."""
+    publish("nobody.handles.this")
+
+
+def test_the_page_shows_failing_checks_of_the_status_at_once(operator, worker_id):
+    EventWorker.objects.update(version="0.0.1", settings_digests={})
+    answer = operator.get(OVERVIEW)
+    assert "EB004" in failing(answer)
+    assert "live workers have another version than this process" in text_of(answer)
+    assert f'href="{CHECKS}#EB004"' in text_of(answer)
+
+
+def test_a_refresh_runs_the_checks_that_need_queries(operator, unhandled):
+    assert "EB011" not in failing(operator.get(OVERVIEW))
+    assert "EB011" in failing(operator.get(STATISTICS))
+    assert "EB011" in failing(operator.get(OVERVIEW))
+
+
+def test_the_checks_run_at_most_once_a_minute(operator, unhandled):
+    operator.get(STATISTICS)
+    QueuedEvent.objects.all().delete()
+    assert "EB011" in failing(operator.get(STATISTICS))
+    (last,) = watching._last.values()
+    watching._last["default"] = replace(last, expires_at=time.monotonic())
+    assert "EB011" not in failing(operator.get(STATISTICS))
+
+
+def test_a_refresh_with_known_results_costs_fewer_than_fifteen_queries(operator, unhandled):
+    operator.get(STATISTICS)
+    with CaptureQueriesContext(connection) as queries:
+        operator.get(STATISTICS)
+    assert len(that_read(queries)) < 15
+
+
+def test_a_fact_is_not_shown_twice(operator, unhandled):
+    """The problem says that no worker is running, so the check EB001 is not shown."""
+    answer = operator.get(STATISTICS)
+    assert "No worker is running: run manage.py run_event_worker" in text_of(answer)
+    assert not {"EB001", "EB002"} & failing(answer)
+
+
+def test_all_checks_are_on_a_page_of_their_own(operator, unhandled, store):
+    answer = operator.get(CHECKS)
+    shown = {each.check.id for each in answer.context["diagnoses"]}
+    assert {"EB001", "EB011", "EB026"} <= shown
+    assert ("EB030" in shown) == (store.database_name == "SQLite")
+    assert 'id="EB011"' in text_of(answer)
+    assert "Add @handler(&quot;nobody.handles.this&quot;)" in text_of(answer)
+
+
+def test_a_user_without_the_permission_sees_no_checks():
+    assert client_with("view_eventworker").get(CHECKS).status_code == 403
+
+
+def test_while_another_request_examines_the_page_asks_to_reload(operator):
+    with watching._examining:
+        assert "Reload the page" in text_of(operator.get(CHECKS))
+
+
+def test_an_examination_ends_in_time(store, monkeypatch):
+    monkeypatch.setattr(watching, "ALL_SECONDS", 0.0)
+    found = watching.examined(Bus(store))
+    assert {each.verdict for each in found.diagnoses} == {"skipped"}
+    assert found.diagnoses[0].results[0].summary == "the earlier checks took more than 0 seconds"

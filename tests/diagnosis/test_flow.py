@@ -35,14 +35,16 @@ def test_a_blocked_lane(diagnose, blocked, now, hours, verdict):
     EventLog.objects.update(finished_at=now - timedelta(hours=hours))
     found = diagnose("EB014")
     assert found.verdict == verdict
-    assert (found.results[0].fix == "manage.py dead_events retry --key order:7") == bool(hours)
+    dead = EventLog.objects.get()
+    assert (found.results[0].fix == f"manage.py dead_events retry {dead.event_id}") == bool(hours)
+    assert "order:7" not in found.results[0].summary
 
 
 def test_a_lane_whose_dead_letter_is_gone(diagnose, blocked):
     EventLog.objects.all().delete()
     found = diagnose("EB014")
     assert found.verdict == "fail"
-    assert found.results[0].fix == "django_eventbus.lanes.release('order:7', queue='default')"
+    assert "django_eventbus.lanes.release()" in found.results[0].fix
 
 
 @pytest.mark.parametrize(("hours", "verdict"), [(1, "ok"), (30, "warn")])
