@@ -124,7 +124,8 @@ class OverviewMixin(EventBusAdminMixin):
             "checks",
             title=_("Checks"),
             as_of=as_of(found.at) if found else "",
-            diagnoses=found.diagnoses if found else (),
+            # The failing checks come first; the order is stable otherwise.
+            diagnoses=sorted(found.diagnoses if found else (), key=lambda each: not each.is_wrong),
         )
 
     def _statistics(self, request: HttpRequest, *, may_examine: bool) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from tests.browser.scene import set_the_scene
 PAGES = {
     "app": ("app_list", "django_eventbus"),
     "overview": ("django_eventbus_minutestatistics_changelist",),
+    "checks": ("django_eventbus_minutestatistics_checks",),
     "dead letters": ("django_eventbus_deadevent_changelist",),
     "groups": ("django_eventbus_deadevent_groups",),
     "confirmation": ("django_eventbus_deadevent_bulk", "retry_later"),
