@@ -4,6 +4,7 @@ from django.test import Client
 from django.urls import reverse
 
 from django_eventbus import admin  # noqa: F401 - as the admin's own discovery does
+from django_eventbus.diagnosis import watching
 
 MODELS = (
     "deadevent",
@@ -56,3 +57,9 @@ def chief(client_of):
 def url(name, *args, query=""):
     """Reverse an admin URL, for example ``deadevent_changelist``."""
     return reverse(f"admin:django_eventbus_{name}", args=args) + query
+
+
+@pytest.fixture(autouse=True)
+def unexamined(monkeypatch):
+    """Show no test the results of an earlier examination by event_doctor's checks."""
+    monkeypatch.setattr(watching, "_last", {})

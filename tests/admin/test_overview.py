@@ -220,12 +220,6 @@ def test_the_overview_costs_fewer_than_fifteen_queries(store):
 # -- the failing checks of event_doctor
 
 
-@pytest.fixture(autouse=True)
-def unexamined(monkeypatch):
-    """No test sees the results of an earlier examination."""
-    monkeypatch.setattr(watching, "_last", {})
-
-
 def failing(answer):
     return {each.check.id for each in answer.context["failing_checks"]}
 

@@ -116,6 +116,7 @@ SEEN = [
     ("eventschedule_delete", {"planner", "chief"}),
     ("minutestatistics_changelist", EVERYBODY),
     ("minutestatistics_statistics", EVERYBODY),
+    ("minutestatistics_checks", EVERYBODY),
 ]
 
 
