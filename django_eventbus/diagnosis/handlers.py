@@ -18,6 +18,7 @@ from django_eventbus.diagnosis.examination import (
     fail,
     listed,
     ok,
+    skipped,
     warn,
 )
 from django_eventbus.models import FlowControlKind
@@ -31,6 +32,7 @@ FAILED_CALLS = 3
 REGULAR_CALLS = 10
 REGULAR_MINUTES = 5
 HOUR = timedelta(hours=1)
+MINUTES_OF_A_DAY = 24 * 60
 
 #: Names in deliveries and in the log that stand for no single handler.
 _NO_NAMES = {"", NO_HANDLER, ALL_HANDLERS}
@@ -156,6 +158,12 @@ def failing_handlers(bus: Bus) -> Iterator[Result]:
     "admin by type.",
 )
 def quiet_handlers(bus: Bus) -> Iterator[Result]:
+    if settings.STATISTICS_MINUTES < MINUTES_OF_A_DAY:
+        yield skipped(
+            f'EVENTBUS["STATISTICS_MINUTES"] is {settings.STATISTICS_MINUTES}, so there are no '
+            "statistics of yesterday"
+        )
+        return
     yesterday = _regular(bus)
     today = {row["handler"] for row in _calls(bus, hours_ago=1)}
     stopped = {

@@ -1,11 +1,11 @@
 """The framework of the checks: verdicts, errors, read-only reads, selection."""
 
 import pytest
-from django.db import DatabaseError, ProgrammingError, connection
+from django.db import DatabaseError, ProgrammingError, connection, connections
 
 from django_eventbus.diagnosis.catalogue import CHECKS, UnknownCheckError, selected
 from django_eventbus.diagnosis.examination import Bus, Diagnosis, Verdict, check, examine, ok, warn
-from django_eventbus.models import EventWorker
+from django_eventbus.models import EventLog, EventWorker
 
 
 def a_check(examine, **options):
@@ -87,3 +87,34 @@ def test_a_missing_privilege_and_a_timeout_are_skipped(store):
 
         (found,) = run(store, a_check(refused))
         assert found.verdict is Verdict.SKIPPED
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.skipif(
+    connection.vendor == "sqlite", reason="readers of SQLite in WAL mode never wait"
+)
+def test_a_check_does_not_wait_for_a_locked_table(diagnose):
+    table = EventLog._meta.db_table
+    is_mariadb = connection.vendor == "mysql"
+    other = connections["default"].copy()
+    try:
+        other.set_autocommit(False)
+        with other.cursor() as cursor:
+            cursor.execute(f"LOCK TABLES {table} WRITE" if is_mariadb else f"LOCK TABLE {table}")
+        found = diagnose("EB020")
+    finally:
+        other.close()
+    assert found.verdict is Verdict.SKIPPED
+    assert found.results[0].summary.startswith("timeout: ")
+    assert diagnose("EB020").verdict is Verdict.OK
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="needs pg_sleep")
+def test_a_statement_that_takes_too_long_is_cancelled(store):
+    def sleeps(bus):
+        yield ok(str(bus.store.read_rows("SELECT pg_sleep(60)")))
+
+    (found,) = examine(Bus(store), [a_check(sleeps)], seconds=0.05)
+    assert found.verdict is Verdict.SKIPPED
+    assert "statement timeout" in found.results[0].summary

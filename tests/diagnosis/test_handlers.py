@@ -140,6 +140,11 @@ def test_a_paused_handler_is_not_quiet(diagnose, regular):
     assert diagnose("EB013").verdict == "ok"
 
 
+def test_without_statistics_of_yesterday_the_check_is_skipped(diagnose, regular, settings):
+    settings.EVENTBUS = {"STATISTICS_MINUTES": 60}
+    assert diagnose("EB013").verdict == "skipped"
+
+
 def test_a_removed_handler_is_not_quiet(diagnose, now):
     calls(now, hours_ago=24, done=5)
     assert diagnose("EB013").verdict == "ok"
