@@ -84,13 +84,24 @@ def test_mariadb_with_repeatable_read(diagnose, own_session):
     assert found.results[0].summary == "the isolation level is REPEATABLE READ"
 
 
-@only_mariadb
-def test_mariadb_that_may_lose_commits(diagnose):
-    """The setting is global, and other runs share the server. So the test compares with it."""
+@pytest.fixture
+def flush_at_commit():
+    """Change the setting, which is global, and restore it."""
+    name = "innodb_flush_log_at_trx_commit"
     with connection.cursor() as cursor:
-        cursor.execute("SELECT @@innodb_flush_log_at_trx_commit")
-        (value,) = cursor.fetchone()
-    assert diagnose("EB041").verdict == ("ok" if value == 1 else "warn")
+        cursor.execute(f"SELECT @@{name}")
+        (before,) = cursor.fetchone()
+    yield lambda value: execute(f"SET GLOBAL {name} = {value}")
+    execute(f"SET GLOBAL {name} = {before}")
+
+
+@only_mariadb
+@pytest.mark.parametrize(("value", "verdict"), [(1, "ok"), (2, "warn"), (0, "warn")])
+def test_mariadb_that_may_lose_commits(diagnose, flush_at_commit, value, verdict):
+    flush_at_commit(value)
+    found = diagnose("EB041")
+    assert found.verdict == verdict
+    assert found.results[0].summary == f"innodb_flush_log_at_trx_commit is {value}"
 
 
 @only_mariadb
