@@ -13,6 +13,7 @@ from django_eventbus.errors import failures
 from django_eventbus.models import LogStatus
 from django_eventbus.outcomes.stored import errors_of, parsed
 from django_eventbus.schema.claims import ClaimedEvent
+from django_eventbus.schema.deliveries import DISCARDED, DONE
 from django_eventbus.store import Finished
 
 #: The error type of an event that crashed too many workers.
@@ -70,3 +71,10 @@ def blocked_lane(event: ClaimedEvent) -> int | None:
     A discarded event does not block its lane, so it must not be passed to this function.
     """
     return event.lane_id if settings.DEAD_HEAD == "block" else None
+
+
+def status_of(states: set[str]) -> str:
+    """Return the status of an event whose handlers ended in these states."""
+    if DONE in states:
+        return LogStatus.COMPLETED_WITH_ERRORS
+    return LogStatus.DISCARDED if states == {DISCARDED} else LogStatus.FAILED

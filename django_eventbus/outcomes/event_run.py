@@ -21,8 +21,8 @@ from django_eventbus.outcomes.assignments import (
     all_refuse_replays,
     handlers_of,
 )
-from django_eventbus.outcomes.endings import blocked_lane
-from django_eventbus.outcomes.stored import errors_of, states_of
+from django_eventbus.outcomes.endings import blocked_lane, status_of
+from django_eventbus.outcomes.stored import errors_of, identity_of, states_of
 from django_eventbus.registry import Handler
 from django_eventbus.retries import GiveUpAtOnce, RetryIn, RetryPolicy, decide
 from django_eventbus.schema.claims import ClaimedEvent
@@ -271,7 +271,7 @@ class EventRun:
         """
         stored, expected = deliveries or {}, self._with(self.outcomes)[0]
         return bool(self.outcomes) and all(
-            _identity(stored.get(each.handler)) == _identity(expected[each.handler])
+            identity_of(stored.get(each.handler)) == identity_of(expected[each.handler])
             for each in self.outcomes
         )
 
@@ -427,7 +427,7 @@ class EventRun:
         if dead is None:
             return Finished(row_id=row_id, deliveries=states, errors=errors)
         error = next(each for each in reversed(errors) if each["handler"] == dead)
-        status = _status({state["state"] for state in states.values()})
+        status = status_of({state["state"] for state in states.values()})
         return Finished(
             row_id=row_id,
             status=status,
@@ -438,17 +438,3 @@ class EventRun:
             error_fingerprint=failures.fingerprint(error),
             blocks_lane=None if status == LogStatus.DISCARDED else blocked_lane(self.event),
         )
-
-
-def _identity(state: State | None) -> tuple[str, int] | None:
-    """Return the part of a state that identifies an outcome.
-
-    The due time is excluded, because each call of ``_with`` computes it again.
-    """
-    return (state["state"], state["failures"]) if state else None
-
-
-def _status(states: set[str]) -> str:
-    if DONE in states:
-        return LogStatus.COMPLETED_WITH_ERRORS
-    return LogStatus.DISCARDED if states == {DISCARDED} else LogStatus.FAILED

@@ -40,3 +40,11 @@ def errors_of(event: ClaimedEvent) -> list[dict[str, Any]]:
 
 def parsed(text: str | None) -> Any:
     return json.loads(text) if text else None
+
+
+def identity_of(state: State | None) -> tuple[str, int] | None:
+    """Return the part of a state that identifies an outcome.
+
+    The due time is excluded, because it is computed again for each settlement.
+    """
+    return (state["state"], state["failures"]) if state else None
