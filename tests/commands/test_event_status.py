@@ -3,15 +3,19 @@
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import Error, connection
 
-from django_eventbus import RetryPolicy, handler, publish
+from django_eventbus import RetryPolicy, handler, publish, status
+from django_eventbus.management.commands import event_status
 from django_eventbus.status import METRICS
 from tests.bus import drain
+from tests.workers import eventually
 
 pytestmark = pytest.mark.django_db
 
@@ -116,3 +120,75 @@ def test_an_alarm_has_its_own_exit_code():
 def test_an_unknown_database_is_refused():
     with pytest.raises(CommandError, match="there is no database 'defualt'"):
         output_of("--database", "defualt")
+
+
+@pytest.fixture
+def watched(tmp_path, transactional_db):
+    """Start ``event_status --watch`` with options; its output goes to files."""
+    started = []
+
+    def start(*options):
+        path = tmp_path / "output"
+        with path.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "django", "event_status", "--watch", *options],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ,
+            )
+        process.output = path.read_text
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.processes
+def test_the_watched_status_is_printed_again_as_plain_text_until_ctrl_c(watched):
+    process = watched()
+    eventually(lambda: process.output().count("pending ") >= 2, process.output)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    assert "\x1b" not in process.output()
+    assert "Traceback" not in process.output()
+
+
+@pytest.mark.processes
+def test_the_watched_status_is_one_line_of_json(watched):
+    process = watched("--format", "json")
+    eventually(lambda: process.output().count("\n") >= 2, process.output)
+    first, second = (json.loads(line) for line in process.output().splitlines()[:2])
+    assert first["at"] < second["at"]
+
+
+@pytest.mark.processes
+def test_a_condition_that_is_met_ends_the_watch(watched):
+    process = watched("--fail-if", "pending>0")
+    eventually(lambda: "pending " in process.output(), process.output)
+    assert process.poll() is None
+    publish("process.nothing")
+    assert process.wait(60) == 2
+    assert process.output().endswith("CommandError: pending is 1 (pending > 0)\n")
+
+
+def test_the_watch_continues_after_a_database_error(monkeypatch):
+    """The third status ends the watch."""
+    looks = iter([Error("the server was restarted"), status.look(), KeyboardInterrupt()])
+
+    def look(using):
+        found = next(looks)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr(event_status, "WATCH_EVERY", 0)
+    monkeypatch.setattr(event_status.status, "look", look)
+    # The command closes the connection, which would end the transaction of the test.
+    monkeypatch.setattr(connection, "close", lambda: None)
+    output, errors = io.StringIO(), io.StringIO()
+    call_command("event_status", "--watch", stdout=output, stderr=errors)
+    assert "database error, retrying" in errors.getvalue()
+    assert output.getvalue().count("pending ") == 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import operator
 import re
 import sys
+import time
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,9 +15,11 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from django.core.management.base import BaseCommand, CommandError
+from django.db import Error, connections
 
 from django_eventbus import status
 from django_eventbus.conf import settings
+from django_eventbus.errors import failures
 from django_eventbus.errors.suggestions import did_you_mean
 from django_eventbus.errors.text import one_line
 from django_eventbus.management.console import database
@@ -28,6 +32,9 @@ FAILED = 2
 #: The exit code of any other failure, for example an unknown option.
 MISTAKEN = 1
 SECONDS = ("lag", "p50", "p95")
+WATCH_EVERY = 2.0
+#: Moves the cursor to the first line of the terminal, and clears the terminal.
+CLEAR_SCREEN = "\x1b[H\x1b[2J"
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -101,16 +108,49 @@ class Command(BaseCommand):
             metavar="CONDITIONS",
             help=f'exit with code {FAILED} if a condition is met: "dead>0,lag>60"',
         )
+        parser.add_argument(
+            "--watch",
+            action="store_true",
+            help=f"show the status again every {WATCH_EVERY:g} seconds until Ctrl-C",
+        )
         parser.add_argument("--database", help="alias of the database that contains the events")
 
     def handle(self, *args: Any, **options: Any) -> None:
         using = database(options["database"])
-        seen = status.look(using=using)
-        found = problems.find_problems(seen)
-        self.stdout.write(
-            _as_json(seen, found) if options["format"] == "json" else _as_table(seen, found)
-        )
-        met = [each for each in options["fail_if"] if each.is_met(seen.metrics)]
+        if options["watch"]:
+            # Ctrl-C is the normal end of this loop.
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    self._refresh(using, options)
+                    time.sleep(WATCH_EVERY)
+        else:
+            seen, found = _look(using)
+            is_json = options["format"] == "json"
+            self.stdout.write(_as_json(seen, found, 2) if is_json else _as_table(seen, found))
+            self._check(seen, options["fail_if"])
+
+    def _refresh(self, using: str, options: dict[str, Any]) -> None:
+        """Show the status once more. A database error does not end the command."""
+        try:
+            seen, found = _look(using)
+        except Error as error:
+            connections[using].close()
+            reason = failures.in_a_line(error)
+            self.stderr.write(f"database error, retrying in {WATCH_EVERY:g} s: {reason}")
+            return
+        if options["format"] == "json":
+            self.stdout.write(_as_json(seen, found))
+        else:
+            clear = CLEAR_SCREEN if self.stdout.isatty() else ""
+            at = f"{seen.at:%Y-%m-%d %H:%M:%S %Z}"
+            self.stdout.write(f"{clear}{at}\n\n{_as_table(seen, found)}\n")
+        self.stdout.flush()
+        self._check(seen, options["fail_if"])
+
+    @staticmethod
+    def _check(seen: Status, conditions: list[Condition]) -> None:
+        """Raise CommandError if a condition is met."""
+        met = [each for each in conditions if each.is_met(seen.metrics)]
         if met:
             reasons = (
                 f"{name} is {shown(name, seen.metrics[name])} ({name} {comparison} {limit:g})"
@@ -119,7 +159,12 @@ class Command(BaseCommand):
             raise CommandError("; ".join(reasons), returncode=FAILED)
 
 
-def _as_json(seen: Status, found: list[Problem]) -> str:
+def _look(using: str) -> tuple[Status, list[Problem]]:
+    seen = status.look(using=using)
+    return seen, problems.find_problems(seen)
+
+
+def _as_json(seen: Status, found: list[Problem], indent: int | None = None) -> str:
     handlers = {
         each.name: {
             "runs": each.runs.total,
@@ -150,7 +195,7 @@ def _as_json(seen: Status, found: list[Problem]) -> str:
         "handoff_window": settings.HANDOFF_WINDOW,
         "needs_attention": [asdict(each) for each in found],
     }
-    return json.dumps(record, indent=2, ensure_ascii=False)
+    return json.dumps(record, indent=indent, ensure_ascii=False)
 
 
 def _moment(moment: datetime | None) -> str | None:
