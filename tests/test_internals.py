@@ -4,6 +4,9 @@ One test per internal. A new version that changes one of them fails here, by nam
 same change would cause lost or repeated work.
 """
 
+import os
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack, closing, suppress
 
@@ -435,3 +438,28 @@ def test_a_range_filter_calls_the_hooks(base, field, values, is_time):
     assert adapted == [2, [f"{field}__gte", f"{field}__lte"]]
     lower, upper = chosen.form.cleaned_data.values()
     assert lower < upper
+
+
+# -- the reloader
+
+
+@pytest.mark.processes
+def test_the_reloader_starts_a_process_with_its_variable(tmp_path):
+    """The first process only waits for the second one, which runs the code."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "from django.utils import autoreload\n"
+        "from django_eventbus.internals.django import runs_under_reloader\n"
+        "print('reloaded' if runs_under_reloader() else 'first', flush=True)\n"
+        "if not runs_under_reloader():\n"
+        "    sys.exit(autoreload.restart_with_reloader())\n"
+    )
+    result = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert result.stdout.split() == ["first", "reloaded"], result.stderr

@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -32,16 +33,32 @@ CHECK_EVERY = 0.05
 INTERRUPT_AGAIN_AFTER = 0.5
 #: Seconds after which a reply of the database counts as lost.
 NO_ANSWER_AFTER = 60.0
+#: If a thread reports this number of seconds late, its process is not live. The supervisor kills
+#: the process later, because the thread may only wait for a slow reply of the database.
+LATE_AFTER = 20.0
 
 _COUNTERS = struct.Struct("<qqqq")
+#: The phase of the dispatcher, and the monotonic time of its last progress.
+_DISPATCHER = struct.Struct("<qd")
+_PHASE = struct.Struct("<q")
 #: The slot of one thread: row id, deadline, handler, and the row id again. If the process is killed
 #: or stopped while it writes the slot, the row ids differ. Such a slot shows no running handler.
 _SLOT = struct.Struct("<qd200sq")
 _ROW_ID = struct.Struct("<q")
+_SLOTS_BEGIN = _COUNTERS.size + _DISPATCHER.size
+
+
+class Phase(IntEnum):
+    """What the dispatcher of a worker process does. New shared memory contains zeros."""
+
+    STARTING = 0
+    CLAIMING = 1
+    OUTAGE = 2
+    STOPPING = 3
 
 
 class Board:
-    """Shared memory with counts of results, and with one slot for each thread.
+    """Shared memory with counts of results, the dispatcher's phase, and one slot for each thread.
 
     The slot of a thread shows its running handler and the deadline of that handler. These slots are
     not related to the slots of flow control.
@@ -52,7 +69,7 @@ class Board:
 
     @classmethod
     def size(cls, threads: int) -> int:
-        return _COUNTERS.size + threads * _SLOT.size
+        return _SLOTS_BEGIN + threads * _SLOT.size
 
     @classmethod
     def local(cls, threads: int) -> Board:
@@ -76,7 +93,7 @@ class Board:
         ]
 
     def _slots(self) -> list[tuple[int, float, bytes, int]]:
-        threads = (len(self._memory) - _COUNTERS.size) // _SLOT.size
+        threads = (len(self._memory) - _SLOTS_BEGIN) // _SLOT.size
         return [_SLOT.unpack_from(self._memory, self._offset(i)) for i in range(threads)]
 
     def expected_by(self) -> float:
@@ -101,7 +118,20 @@ class Board:
         return bool(_COUNTERS.unpack_from(self._memory, 0)[3])
 
     def _offset(self, thread: int) -> int:
-        return _COUNTERS.size + thread * _SLOT.size
+        return _SLOTS_BEGIN + thread * _SLOT.size
+
+    def progress(self) -> None:
+        """Record that the database answered the dispatcher, and that the dispatcher continues."""
+        _DISPATCHER.pack_into(self._memory, _COUNTERS.size, Phase.CLAIMING, time.monotonic())
+
+    def enter(self, phase: Phase) -> None:
+        """Record another phase of the dispatcher. The time of its last progress stays."""
+        _PHASE.pack_into(self._memory, _COUNTERS.size, phase)
+
+    def dispatcher(self) -> tuple[Phase, float]:
+        """Return the phase of the dispatcher and the time of its last progress, at first 0."""
+        phase, progressed = _DISPATCHER.unpack_from(self._memory, _COUNTERS.size)
+        return Phase(phase), progressed
 
 
 class Watch:

@@ -5,11 +5,13 @@ A connection is typed as Any here: django-stubs does not know most of these attr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
+from django.utils import autoreload
 
 if TYPE_CHECKING:
     from django.contrib.admin import ModelAdmin
@@ -231,3 +233,11 @@ def redirect_for_missing_object(
         request, page.opts, object_id
     )
     return answer
+
+
+# -- the reloader
+
+
+def runs_under_reloader() -> bool:
+    """Return whether Django's reloader has started this process to run the reloaded code."""
+    return os.environ.get(autoreload.DJANGO_AUTORELOAD_ENV) == "true"

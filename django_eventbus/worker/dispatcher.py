@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from django.db import Error
 
-from django_eventbus.delivery.deadlines import Watch
+from django_eventbus.delivery.deadlines import Phase, Watch
 from django_eventbus.errors import failures
 from django_eventbus.exceptions import WorkerEvictedError
 from django_eventbus.logs import about
@@ -98,6 +98,7 @@ class Dispatcher:
         batch = self.ahead.take() or self.claim(self.pace.share(idle))
         if batch is None:
             return False
+        self.worker.board.progress()
         if idle == 1 and self.pace.allows_claim_ahead(batch) and self.store.may_claim_ahead():
             self.ahead.start(self.pace.size)
         self.threads.hand(batch)
@@ -125,6 +126,7 @@ class Dispatcher:
             self.upkeep.check()
             if self.threads.idle and self.claims.are_possible():
                 return
+        self.worker.board.progress()
         seconds = self._seconds_to_wait()
         self.timing.pause_after_false_alarms()
         self.watch.expect(seconds)
@@ -179,11 +181,13 @@ class Dispatcher:
             extra=about(),
         )
         self.store.connection.close()
+        self.worker.board.enter(Phase.OUTAGE)
         self.watch.expect(wakeup.LONGEST_OUTAGE_WAIT * 1.25)
         self.bell.wait(wait * random.uniform(0.75, 1.25))
 
     def _end(self) -> None:
         """Release unstarted events without counting an attempt, and finish running events."""
+        self.worker.board.enter(Phase.STOPPING)
         self.watch.expect(float("inf"))
         self.threads.run_submitted()
         self.ahead.release()

@@ -97,6 +97,7 @@ class Heartbeat:
             )
             return
         store = store_for(self.worker.options.using, clock=self.worker.clock)
+        sent = time.monotonic()
         try:
             if not store.renew([self.worker.worker_id]):
                 self.worker.evicted = True
@@ -108,6 +109,8 @@ class Heartbeat:
                 extra=about(),
             )
             store.connection.close()
+        else:
+            self.worker.renewed = sent
 
     def _stuck_handler(self) -> str | None:
         """Return the name of a handler that still runs long after its deadline, or None."""

@@ -76,6 +76,8 @@ class Supervisor:
         self._renewal_began = 0.0
         self._restarts = 0
         self._restart_times: list[float] = []
+        #: The monotonic time of the last check of the processes.
+        self.checked = time.monotonic()
 
     def counted(self) -> tuple[int, int, int]:
         """Return handled events, failed attempts and dead letters of all processes so far."""
@@ -158,6 +160,7 @@ class Supervisor:
         return registration, sent_at
 
     def _supervise_children(self) -> None:
+        self.checked = time.monotonic()
         self._handle_stop_signals()
         self._enforce_deadlines()
         self._kill_lost_children()

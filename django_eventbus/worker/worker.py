@@ -64,7 +64,10 @@ class Worker:
         self.statistics = StatisticsRecorder(worker_id)
         self.watchdog = Watchdog(worker_id)
         self._stopping = False
-        self._started_at = time.monotonic()
+        self.started = time.monotonic()
+        #: The monotonic time at which the last successful renewal of the registration was sent. A
+        #: supervisor has this time in its ``Child``.
+        self.renewed = self.started
 
     def stop(self, *_: Any) -> None:
         """Finish running events and release unstarted events. A signal handler may call this."""
@@ -116,7 +119,7 @@ class Worker:
         most, seconds = self.options.max_events, self.options.max_seconds
         if most is not None and self.tally.handled + self.tally.postponed >= most:
             return True
-        return seconds is not None and time.monotonic() - self._started_at >= seconds
+        return seconds is not None and time.monotonic() - self.started >= seconds
 
 
 def slots(options: WorkerOptions) -> int:

@@ -26,6 +26,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "worker": (
         "worker/claiming.py",
         "worker/dispatcher.py",
+        "worker/health.py",
         "worker/registration.py",
         "worker/threads.py",
         "worker/upkeep.py",
@@ -91,6 +92,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/concurrency/test_flow_controls.py",
     ),
     "worker": (
+        "tests/test_health.py",
         "tests/test_worker.py",
         "tests/test_deadlines.py",
         "tests/test_delivery.py",

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -95,6 +96,11 @@ def signal_and_wait_outside(event):
     while not Path(event.payload["go_on"]).exists():
         time.sleep(0.01)
     effect(event, "done")
+
+
+@handler("process.environment", name="environment")
+def write_the_environment_of_a_subprocess(event):
+    Path(event.payload).write_text(subprocess.check_output("env", text=True))
 
 
 @handler("process.parent", name="parent")

@@ -20,13 +20,17 @@ from django_eventbus.delivery.batch import Tally
 from django_eventbus.errors.failpoints import reached
 from django_eventbus.errors.suggestions import check_queue
 from django_eventbus.exceptions import UnknownQueueError
+from django_eventbus.internals.django import runs_under_reloader
 from django_eventbus.management.console import CLEAR_LINE, database
+from django_eventbus.management.ports import Ports, add_ports
 from django_eventbus.registry import registry
 from django_eventbus.signals import delivery_succeeded
 from django_eventbus.store import name_sessions, store_for
+from django_eventbus.worker.health import HealthMonitor
 from django_eventbus.worker.process import STOP_SIGNALS
 from django_eventbus.worker.registration import WorkerOptions
 from django_eventbus.worker.supervisor import Supervisor
+from django_eventbus.worker.systemd import Notifier
 from django_eventbus.worker.worker import Worker, leave_pools, run_here, stop_on_signals
 
 STATUS_EVERY = 1.0
@@ -72,6 +76,7 @@ class Command(BaseCommand):
             help="do not restart on code changes; by default, a single process restarts if "
             "DEBUG is True",
         )
+        add_ports(parser)
 
     def run_from_argv(self, argv: list[str]) -> None:
         """Exit with code 0 if a stop signal arrives before the worker has its signal handlers."""
@@ -90,16 +95,34 @@ class Command(BaseCommand):
         leave_pools()
         name_sessions("deliver" if reload or options["processes"] == 0 else "supervisor")
         worker_options = self._worker_options(options)
+        if reload and not runs_under_reloader():
+            # This process only starts another one, which calls this method again and opens the
+            # ports.
+            self._run_with_reloader(worker_options)
+            return
+        self.monitor = HealthMonitor()
+        notifier = Notifier()
+        with Ports(options, worker_options.using, self.monitor) as self.ports:
+            notifier.start(self.monitor.health)
+            try:
+                self._run(worker_options, options["processes"], reload=reload)
+            finally:
+                notifier.stop()
+
+    def _run(self, options: WorkerOptions, processes: int, *, reload: bool) -> None:
         if reload:
-            # Django's reloader expects a KeyboardInterrupt for Ctrl-C.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            autoreload.run_with_reloader(self._run_and_reload, worker_options)
-        elif options["processes"] == 0:
-            self._print_start(worker_options)
-            self._run_here(worker_options)
+            self._run_with_reloader(options)
+        elif processes == 0:
+            self._print_start(options)
+            self._run_here(options)
         else:
-            self._print_start(worker_options)
-            self._supervise(worker_options, options["processes"])
+            self._print_start(options)
+            self._supervise(options, processes)
+
+    def _run_with_reloader(self, options: WorkerOptions) -> None:
+        # Django's reloader expects a KeyboardInterrupt for Ctrl-C.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        autoreload.run_with_reloader(self._run_and_reload, options)
 
     def _worker_options(self, options: dict[str, Any]) -> WorkerOptions:
         for name in ("concurrency", "batch_size", "poll_interval", "max_events"):
@@ -143,6 +166,8 @@ class Command(BaseCommand):
             f"Serving queues {', '.join(options.queues)} on database {options.using!r} "
             f"with {_count(len(of_project), 'handler')}. Press Ctrl-C to stop."
         )
+        for address in self.ports.addresses():
+            self._say(f"Listening on {address}")
 
     def _run_and_reload(self, options: WorkerOptions) -> None:
         """Run a worker that prints each success; the reloader restarts it on code changes."""
@@ -167,6 +192,7 @@ class Command(BaseCommand):
         """
 
         def on_start(worker: Worker) -> None:
+            self.monitor.observe_worker(worker)
             stop_on_signals(worker)
             atexit.register(_abandon, worker)
 
@@ -175,6 +201,7 @@ class Command(BaseCommand):
     def _supervise(self, options: WorkerOptions, processes: int) -> None:
         report = StatusLine(self.stdout) if self.stdout.isatty() else StatusLog(self.stdout)
         supervisor = Supervisor(options, processes=processes, report=report, say=report.say)
+        self.monitor.observe_supervisor(supervisor)
         code = supervisor.run()
         report.end()
         handled, failed, dead = supervisor.counted()
