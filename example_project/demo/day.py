@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from decimal import Decimal
+from importlib import import_module
 from pathlib import Path
 from urllib.error import URLError
 
@@ -27,8 +28,18 @@ CELERY_WORKER = (
     *("celery", "-A", "config", "worker", "--concurrency", "2", "--loglevel", "info"),
     *("--without-gossip", "--without-mingle", "--without-heartbeat"),
 )
+NO_METRICS = 'not served: run pip install "django-durable-events[prometheus]"'
 DRAIN_SECONDS = 180
 FIRST_DEAD_LETTER_SECONDS = 20
+
+
+def has_metrics() -> bool:
+    """Return whether the extra ``prometheus`` is installed."""
+    try:
+        import_module("django_eventbus.integrations.prometheus")
+    except ImportError:
+        return False
+    return True
 
 
 class Day:
@@ -85,12 +96,24 @@ class Day:
         os.environ["SHOP_PARTNER_URL"] = f"{self.url}partner/"
         self.web = self.children.start("web-server", "runserver", "--noreload", f"127.0.0.1:{port}")
         self.worker = self.children.start(
-            "worker", "run_event_worker", "--no-reload", "--concurrency", "4"
+            *("worker", "run_event_worker", "--no-reload", "--concurrency", "4"),
+            *self.worker_ports(),
         )
         if self.options.celery:
             self.celery = self.children.start("celery", *CELERY_WORKER)
         wait_until_open(port, self.web)
         self.customers = Customers(self.url)
+
+    def worker_ports(self) -> list[str]:
+        """Return the options for a port with the health, and if possible the metrics, of a worker.
+
+        A worker that replaces a killed one gets the same port.
+        """
+        self.worker_reservation = reserve_port(8001)
+        port = str(self.worker_reservation.getsockname()[1])
+        self.worker_url = f"http://127.0.0.1:{port}/"
+        metrics = ["--metrics-port", port] if has_metrics() else []
+        return ["--health-port", port, *metrics]
 
     def leave_a_dead_letter(self) -> None:
         self.customers.order(card=Card.EMPTY)
@@ -107,6 +130,8 @@ class Day:
             f"             user {users.ADMIN[0]}, password {users.ADMIN[1]}: may do everything\n"
             f"             user {users.VIEWER[0]}, password {users.VIEWER[1]}: may only look\n"
             f"Worker log   {self.worker.log} (receipts too)\n"
+            f"Health       {self.worker_url}readyz\n"
+            f"Metrics      {f'{self.worker_url}metrics' if has_metrics() else NO_METRICS}\n"
             f"{self.celery_line()}"
             f"Database     {connection.display_name}, deleted when the shop closes\n"
             f"\n"
