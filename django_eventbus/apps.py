@@ -20,7 +20,9 @@ class EventBusConfig(AppConfig):
 
     def ready(self) -> None:
         from django_eventbus import checks  # noqa: F401 - the import registers the checks
+        from django_eventbus.counters import process
 
+        process.connect()
         if _has_opentelemetry():
             from django_eventbus.integrations import opentelemetry
 

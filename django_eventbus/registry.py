@@ -320,6 +320,8 @@ class Registry:
     def __init__(self) -> None:
         self._handlers: dict[str, Handler] = {}
         self._by_type: dict[str, HandlersOfType] = {}
+        #: The types, patterns and classes of all handlers; None until they are needed.
+        self._subjects: set[Subject] | None = None
         self._classes_known = 0
         #: A counter that increases whenever a handler is added or removed.
         self.changes = 0
@@ -342,7 +344,7 @@ class Registry:
             object.__setattr__(new, "position", next(self._positions))
             # Create a new dict, because other threads may be iterating over the old dict.
             self._handlers = {**self._handlers, new.name: new}
-            self._by_type = {}
+            self._by_type, self._subjects = {}, None
             self.changes += 1
         return new
 
@@ -351,7 +353,7 @@ class Registry:
             self._handlers = {
                 name: each for name, each in self._handlers.items() if each.id != subscription_id
             }
-            self._by_type = {}
+            self._by_type, self._subjects = {}, None
             self.changes += 1
 
     def handlers_for(self, type_name: str) -> HandlersOfType:
@@ -373,6 +375,14 @@ class Registry:
             # again.
             cached[type_name] = found
         return found
+
+    def knows_type(self, type_name: str) -> bool:
+        """Return whether an event class or a handler of this process names exactly this type."""
+        subjects = self._subjects
+        if subjects is None:
+            subjects = {each for handler in self.all() for each in handler.subjects}
+            self._subjects = subjects
+        return type_name in subjects or class_for(type_name) is not None
 
     def get(self, name: str) -> Handler | None:
         return self._handlers.get(name)

@@ -8,6 +8,7 @@ import pytest
 from django.db import connection
 
 from django_eventbus import schedules
+from django_eventbus.counters import process
 from django_eventbus.publishing import publisher
 from django_eventbus.statistics import recorder
 from django_eventbus.store import store_for
@@ -77,8 +78,10 @@ def own_schedules(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_statistics():
-    """Let no test write the statistics of messages of an earlier test."""
+    """Let no test write the statistics and the counters of an earlier test."""
     recorder._recorder.cache_clear()
+    process._counters.cache_clear()
+    process._known.clear()
 
 
 @pytest.fixture(autouse=True)

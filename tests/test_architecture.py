@@ -36,6 +36,7 @@ ORDER = (
     "scheduling",
     "models",
     "store",
+    "counters",
     "publishing",
     "schedules",
     "outcomes",

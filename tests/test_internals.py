@@ -259,6 +259,20 @@ def test_the_last_callback_is_the_one_that_was_registered_last():
 
 
 @commits
+def test_callbacks_of_the_same_savepoints_are_dropped_together():
+    is_of_same = internals.last_commit_hook_is_of_same_savepoints
+    with transaction.atomic():
+        assert not is_of_same(connection)
+        transaction.on_commit(lambda: None)
+        assert is_of_same(connection)
+        with transaction.atomic():
+            assert not is_of_same(connection)
+            transaction.on_commit(lambda: None)
+            assert is_of_same(connection)
+        assert not is_of_same(connection)
+
+
+@commits
 def test_the_callbacks_of_a_savepoint_can_be_dropped():
     ran = []
     with transaction.atomic():

@@ -101,7 +101,7 @@ class Deliverer:
         self.returner.release(batch)
         self.settler.through_outage(self.admission.end)
         self.hand_offs.send_all(batch)
-        _warn_of_lost_claims(batch, len(events))
+        self._report_lost_claims(batch, len(events))
         return batch.tally
 
     def _read(self, batch: Batch, event: ClaimedEvent) -> None:
@@ -158,6 +158,19 @@ class Deliverer:
     def _stopped(self, batch: Batch) -> bool:
         return self.stopping() or self.admission.is_paused(batch.queue)
 
+    def _report_lost_claims(self, batch: Batch, size: int) -> None:
+        if not batch.tally.lost:
+            return
+        if self.settler.statistics is not None:
+            self.settler.statistics.count_lost(batch.queue, batch.tally.lost)
+        logger.warning(
+            "lost the claim on %s of %s events: the work of their handlers in this process was "
+            "rolled back, or it was committed and the database's reply was lost",
+            batch.tally.lost,
+            size,
+            extra=about(queue=batch.queue),
+        )
+
     # -- for the watchdog, for a batch that failed as a whole, and for database outages
 
     @property
@@ -194,14 +207,3 @@ class Deliverer:
         self.caller.watch.expect(seconds)
         time.sleep(seconds)
         return True
-
-
-def _warn_of_lost_claims(batch: Batch, size: int) -> None:
-    if batch.tally.lost:
-        logger.warning(
-            "lost the claim on %s of %s events: the work of their handlers in this process was "
-            "rolled back, or it was committed and the database's reply was lost",
-            batch.tally.lost,
-            size,
-            extra=about(queue=batch.queue),
-        )

@@ -136,6 +136,12 @@ def last_commit_hook(connection: Any) -> Hook | None:
     return connection.run_on_commit[-1][1] if connection.run_on_commit else None
 
 
+def last_commit_hook_is_of_same_savepoints(connection: Any) -> bool:
+    """Return whether a rollback drops the last callback exactly if it drops a new callback."""
+    hooks = connection.run_on_commit
+    return bool(hooks) and hooks[-1][0] == set(connection.savepoint_ids)
+
+
 def drop_commit_hooks(connection: Any, sid: str) -> None:
     """Drop the callbacks of a savepoint, as a rollback of the savepoint does."""
     connection.run_on_commit = [hook for hook in connection.run_on_commit if sid not in hook[0]]

@@ -11,7 +11,7 @@ import django_eventbus.models
 import django_eventbus.schema.clock
 import django_eventbus.schema.indexes
 
-QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS, REPLAY = (
+QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS, REPLAY, COUNTER = TABLES = tuple(
     f"django_eventbus_{name}"
     for name in (
         "queuedevent",
@@ -23,6 +23,7 @@ QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS, REPLAY = (
         "idempotencykey",
         "minutestatistics",
         "eventreplay",
+        "eventcounter",
     )
 )
 
@@ -38,6 +39,8 @@ POSTGRESQL = (
     "vacuum_truncate = off)",
     f"ALTER TABLE {WORKER} SET (fillfactor = 50)",
     f"ALTER TABLE {FLOW_CONTROL} SET (fillfactor = 50)",
+    # Each process updates its rows every few seconds.
+    f"ALTER TABLE {COUNTER} SET (fillfactor = 50)",
     # The admin searches dead letters by key or by the beginning of their type. PostgreSQL combines
     # both indexes in one query. Other databases do not, and on a database without partial indexes
     # every completed event would be written to both indexes.
@@ -49,7 +52,7 @@ POSTGRESQL = (
 # A binary collation distinguishes "A" and "a". The default collations treat them as equal.
 MYSQL = tuple(
     f"ALTER TABLE {table} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
-    for table in (QUEUE, LANE, WORKER, LOG, SCHEDULE, FLOW_CONTROL, KEY, STATISTICS, REPLAY)
+    for table in TABLES
 )
 
 
@@ -93,6 +96,8 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("expires_at", models.DateTimeField(verbose_name="expires at")),
+                ("slots", models.PositiveIntegerField(default=0)),
+                ("busy", models.PositiveIntegerField(default=0)),
                 ("suspects", models.JSONField(default=list, verbose_name="suspects")),
                 ("handlers", models.JSONField(null=True)),
                 ("handlers_digest", models.CharField(default="", max_length=32)),
@@ -590,6 +595,63 @@ class Migration(migrations.Migration):
                 "constraints": [
                     models.UniqueConstraint(
                         fields=("namespace", "scope", "key"), name="eventbus_idempotency_key"
+                    )
+                ],
+            },
+        ),
+        migrations.CreateModel(
+            name="EventCounter",
+            fields=[
+                ("id", models.BigAutoField(primary_key=True, serialize=False)),
+                ("namespace", models.CharField(max_length=64)),
+                ("source", models.UUIDField()),
+                ("measure", models.CharField(max_length=16)),
+                ("queue", models.CharField(max_length=64)),
+                ("handler", models.CharField(default="", max_length=200)),
+                ("event_type", models.CharField(default="", max_length=200)),
+                (
+                    "written_at",
+                    models.DateTimeField(db_default=django_eventbus.schema.clock.DatabaseNow()),
+                ),
+                ("done", models.BigIntegerField(default=0)),
+                ("retried", models.BigIntegerField(default=0)),
+                ("dead", models.BigIntegerField(default=0)),
+                ("discarded", models.BigIntegerField(default=0)),
+                ("handed_off", models.BigIntegerField(default=0)),
+                ("ignored_messages", models.BigIntegerField(default=0)),
+                ("lost", models.BigIntegerField(default=0)),
+                ("published", models.BigIntegerField(default=0)),
+                ("dropped", models.BigIntegerField(default=0)),
+                ("coalesced", models.BigIntegerField(default=0)),
+                ("seconds", models.FloatField(default=0.0)),
+                ("up_to_1ms", models.BigIntegerField(default=0)),
+                ("up_to_3ms", models.BigIntegerField(default=0)),
+                ("up_to_10ms", models.BigIntegerField(default=0)),
+                ("up_to_30ms", models.BigIntegerField(default=0)),
+                ("up_to_100ms", models.BigIntegerField(default=0)),
+                ("up_to_300ms", models.BigIntegerField(default=0)),
+                ("up_to_1s", models.BigIntegerField(default=0)),
+                ("up_to_3s", models.BigIntegerField(default=0)),
+                ("up_to_10s", models.BigIntegerField(default=0)),
+                ("up_to_30s", models.BigIntegerField(default=0)),
+                ("up_to_100s", models.BigIntegerField(default=0)),
+                ("up_to_300s", models.BigIntegerField(default=0)),
+                ("up_to_1000s", models.BigIntegerField(default=0)),
+                ("over_1000s", models.BigIntegerField(default=0)),
+            ],
+            options={
+                "default_permissions": (),
+                "constraints": [
+                    models.UniqueConstraint(
+                        fields=(
+                            "namespace",
+                            "source",
+                            "measure",
+                            "queue",
+                            "handler",
+                            "event_type",
+                        ),
+                        name="eventbus_counter",
                     )
                 ],
             },

@@ -1,5 +1,13 @@
 """The tables of the bus. Only the package ``store`` locks and writes rows of these tables."""
 
+from django_eventbus.models.counters import (
+    EVENTS,
+    FOLDED,
+    PUBLISHING,
+    RUNS,
+    STARTS,
+    EventCounter,
+)
 from django_eventbus.models.events import (
     DEAD_STATUSES,
     DeadEvent,
@@ -21,8 +29,14 @@ from django_eventbus.models.workers import EventWorker, MinuteStatistics
 __all__ = [
     "ACTIVE_STATES",
     "DEAD_STATUSES",
+    "EVENTS",
+    "FOLDED",
+    "PUBLISHING",
+    "RUNS",
+    "STARTS",
     "DeadEvent",
     "DeadEventManager",
+    "EventCounter",
     "EventFields",
     "EventLane",
     "EventLog",

@@ -23,6 +23,10 @@ class EventWorker(models.Model):
     started_at = models.DateTimeField(_("started at"), db_default=DatabaseNow())
     renewed_at = models.DateTimeField(_("renewed at"), db_default=DatabaseNow())
     expires_at = models.DateTimeField(_("expires at"))
+    # The number of handlers that the worker can run at the same time, and the number that it ran
+    # when the registration was renewed. Both are 0 for a process of another executor.
+    slots = models.PositiveIntegerField(default=0)
+    busy = models.PositiveIntegerField(default=0)
     # Row ids of events that the worker runs alone, because an earlier claim of the event ended
     # without a result. If the worker dies, these events are charged.
     suspects = models.JSONField(_("suspects"), default=list)

@@ -6,9 +6,10 @@ writes it to the database.
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -70,6 +71,8 @@ class Outcome:
     error: dict[str, Any] | None = None
     exception: BaseException | None = None
     retry_in: float | None = None
+    #: The monotonic time at which the call ended.
+    ended: float = field(default_factory=time.monotonic, compare=False)
 
 
 class EventRun:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 from django_eventbus import events
@@ -22,9 +22,11 @@ from django_eventbus.publishing.limits import (
 )
 from django_eventbus.publishing.options import Options
 from django_eventbus.publishing.transactions import count_published, uncount_published
-from django_eventbus.publishing.wakeup import wake_on_commit
+from django_eventbus.publishing.wakeup import Counted, wake_on_commit
 from django_eventbus.signals import event_published
 from django_eventbus.store import NewEvent, Store
+
+PUBLISHED, COALESCED = "published", "coalesced"
 
 
 def insert_one(store: Store, new: NewEvent, options: Options) -> QueuedEvent | None:
@@ -41,12 +43,12 @@ def insert_one(store: Store, new: NewEvent, options: Options) -> QueuedEvent | N
             return options.known(known)
         if not admit(store, limit, 1):
             if limit.overflow == DROP:
-                drop(limit, row)
+                drop(store, limit, row)
                 return None
             if merged := coalesce(store, limit, row):
                 # This transaction has locked the row, and claims skip locked rows, so workers need
                 # a wake-up after the commit.
-                wake_on_commit(store.using)
+                wake_on_commit(store.using, {(row.queue, row.type, COALESCED): 1})
                 return merged
     with _in_order(store, row.queue, [row.key]):
         count_published(store.connection, 1)
@@ -56,7 +58,7 @@ def insert_one(store: Store, new: NewEvent, options: Options) -> QueuedEvent | N
             uncount_published(store.connection, 1)
             return options.known(known)
     reached("publish.inserted")
-    _after_insert(store.using, [row])
+    _after_insert(store.using, [row], {(row.queue, row.type, PUBLISHED): 1})
     return row
 
 
@@ -73,7 +75,9 @@ def _insert_all(store: Store, new: list[NewEvent], options: Options) -> int:
         with _in_order(store, common.queue, (each.key for each in new)):
             count_published(store.connection, len(new))
             store.insert_many(common, new)
-        _after_insert(store.using, (_row(each, options) for each in new))
+        types = Counter(each.type for each in new)
+        counted = {(common.queue, each, PUBLISHED): number for each, number in types.items()}
+        _after_insert(store.using, (_row(each, options) for each in new), counted)
     return len(new)
 
 
@@ -109,7 +113,7 @@ class _LimitedInsert:
         """Apply the policy of a full limit; return whether to insert the event."""
         row = _row(event, self.options)
         if limit.overflow == DROP:
-            drop(limit, row)
+            drop(self.store, limit, row)
             return False
         # Insert the earlier events first. Workers make room only by handling stored events, and a
         # later event can replace only a stored event.
@@ -121,10 +125,9 @@ class _LimitedInsert:
         newest = self.newest[event.type, event.key]
         if newest.event_id != event.event_id:
             send_coalesced(limit, _row(newest, self.options))
-            return False
-        if coalesce(self.store, limit, row) is None:
+        elif coalesce(self.store, limit, row) is None:
             return True
-        wake_on_commit(self.store.using)
+        wake_on_commit(self.store.using, {(row.queue, row.type, COALESCED): 1})
         return False
 
     def _flush(self) -> None:
@@ -154,8 +157,8 @@ def _in_order(store: Store, queue: str, keys: Iterable[str | None]) -> AbstractC
     return store.one_publisher_at_a_time(queue, given)
 
 
-def _after_insert(alias: str, rows: Iterable[QueuedEvent]) -> None:
+def _after_insert(alias: str, rows: Iterable[QueuedEvent], counted: Mapping[Counted, int]) -> None:
     if event_published.has_listeners():
         for row in rows:
             event_published.send_robust(QueuedEvent, event=row)
-    wake_on_commit(alias)
+    wake_on_commit(alias, counted)

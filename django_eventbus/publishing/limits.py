@@ -18,6 +18,7 @@ from typing import Any
 from django.core.exceptions import ImproperlyConfigured
 
 from django_eventbus.conf import settings
+from django_eventbus.counters.process import count_publishing, write_if_due
 from django_eventbus.errors.suggestions import did_you_mean
 from django_eventbus.exceptions import BackpressureError, InvalidPayloadError
 from django_eventbus.models import QueuedEvent
@@ -85,7 +86,10 @@ def admit(store: Store, limit: Limit, wanted: int) -> int:
     return min(room, wanted)
 
 
-def drop(limit: Limit, event: QueuedEvent) -> None:
+def drop(store: Store, limit: Limit, event: QueuedEvent) -> None:
+    """Count a dropped event at once: its transaction may contain nothing that could commit."""
+    count_publishing(store.using, event.queue, event.type, "dropped")
+    write_if_due(store.using)
     event_dropped.send_robust(QueuedEvent, event=event, limit=limit.name)
 
 

@@ -54,6 +54,8 @@ class ClaimedEvent:
     replay_of: uuid.UUID | None = None
     #: The only handler that receives the event; None for all handlers.
     only_handler: str | None = None
+    #: Whether the first start of a handler was counted under this claim.
+    is_started: bool = False
 
     @property
     def is_new(self) -> bool:

@@ -1,4 +1,4 @@
-"""Count the work of a worker process by minute, queue and handler.
+"""Count the work of a worker process by queue and handler: per minute, and in total.
 
 Committed settlements are counted in memory. The counts are written to the database every few
 seconds, and when the worker ends. A worker that is killed loses the statistics of its last few
@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,19 +23,21 @@ from typing import NamedTuple
 from django.db import Error
 
 from django_eventbus.conf import settings
+from django_eventbus.counters.counting import WRITE_EVERY, ProcessCounters
+from django_eventbus.counters.process import counters_of_process
 from django_eventbus.errors import failures
 from django_eventbus.events import uuid7
 from django_eventbus.logs import about
-from django_eventbus.models import MinuteStatistics
+from django_eventbus.models import EVENTS, RUNS, STARTS, MinuteStatistics
 from django_eventbus.outcomes.event_run import Outcome
+from django_eventbus.outcomes.starts import first_start
 from django_eventbus.schema.claims import ClaimedEvent
 from django_eventbus.schema.deliveries import DEAD, DISCARDED, DONE, HANDED_OFF, RETRY
 from django_eventbus.schema.histograms import COLUMNS, add_to
-from django_eventbus.store import UNCOUNTED, Settlement, Store, is_outage
+from django_eventbus.store import UNCOUNTED, Series, Settlement, Store, is_outage
 
 logger = logging.getLogger(__name__)
 
-WRITE_EVERY = 5.0
 DELETE_EVERY = 60.0
 
 #: The state of a message to an executor that was ignored.
@@ -71,8 +73,9 @@ class _Counts:
 class StatisticsRecorder:
     """The statistics of one worker process, shared by its threads."""
 
-    def __init__(self, worker_id: uuid.UUID) -> None:
+    def __init__(self, worker_id: uuid.UUID, counters: ProcessCounters | None = None) -> None:
         self.worker_id = worker_id
+        self.counters = ProcessCounters() if counters is None else counters
         self._counts: dict[_Row, _Counts] = {}
         self._unwritten: set[_Row] = set()
         self._lock = threading.Lock()
@@ -89,7 +92,12 @@ class StatisticsRecorder:
         ended: dict[str, list[float]] = defaultdict(list)
         runs: dict[tuple[str, str], list[float]] = defaultdict(list)
         hand_offs: Counter[str] = Counter()
+        starts: list[float] = []
         for event, settlement, outcomes in settled:
+            if outcomes and not event.is_started:
+                event.is_started = True
+                if (start := first_start(event, outcomes)) is not None:
+                    starts.append(start)
             state = _state(settlement, outcomes)
             ended[state].append(event.age(now))
             if state == UNCOUNTED and settlement.hand_off is not None:
@@ -107,6 +115,29 @@ class StatisticsRecorder:
                 self._add(minute, queue, handler, state, seconds)
             for handler, count in hand_offs.items():
                 self._row(minute, queue, handler).states[HANDED_OFF] += count
+        self._count_totals(queue, ended, runs, starts)
+        if postponed:
+            self.counters.add(Series(EVENTS, queue), retried=len(postponed))
+        for handler, count in hand_offs.items():
+            self.counters.add(Series(RUNS, queue, handler), handed_off=count)
+
+    def _count_totals(
+        self,
+        queue: str,
+        ended: Mapping[str, list[float]],
+        runs: Mapping[tuple[str, str], list[float]],
+        starts: list[float],
+    ) -> None:
+        for state, seconds in ended.items():
+            self.counters.add_durations(Series(EVENTS, queue), seconds, _COLUMN_OF[state])
+        for (handler, state), seconds in runs.items():
+            self.counters.add_durations(Series(RUNS, queue, handler), seconds, _COLUMN_OF[state])
+        if starts:
+            self.counters.add_durations(Series(STARTS, queue), starts)
+
+    def count_lost(self, queue: str, number: int) -> None:
+        """Count events whose claim was lost to another worker."""
+        self.counters.add(Series(EVENTS, queue), lost=number)
 
     def count_ignored(self, store: Store, queue: str = "") -> None:
         """Count a message that was ignored, and write the count. Database errors are only logged.
@@ -117,6 +148,7 @@ class StatisticsRecorder:
             minute = int(store.read_clock().timestamp() // 60)
             with self._lock:
                 self._row(minute, queue, "").states[IGNORED] += 1
+            self.counters.add(Series(EVENTS, queue), ignored_messages=1)
             self.write(store)
 
     def _add(self, minute: int, queue: str, handler: str, state: str, seconds: list[float]) -> None:
@@ -143,7 +175,7 @@ class StatisticsRecorder:
             self._write(store)
             if time.monotonic() >= self._delete_at:
                 # If rows were deleted, more old rows may exist. The next write deletes them.
-                more = store.delete_old_statistics() > 0
+                more = store.delete_old_statistics() + store.fold_counters() > 0
                 self._delete_at = time.monotonic() + (0 if more else DELETE_EVERY)
         except Error as error:
             if is_outage(error):
@@ -158,6 +190,10 @@ class StatisticsRecorder:
             self._write(store)
 
     def _write(self, store: Store) -> None:
+        self._write_minutes(store)
+        self.counters.write(store)
+
+    def _write_minutes(self, store: Store) -> None:
         with self._lock:
             rows = [self._as_model(row) for row in sorted(self._unwritten)]
             written, self._unwritten = self._unwritten, set()
@@ -203,7 +239,7 @@ def recorder_of_process(using: str) -> StatisticsRecorder:
 def _recorder(process: int, using: str) -> StatisticsRecorder:
     # A forked process needs a recorder of its own. Otherwise it would replace the totals that its
     # parent has written, and the locks of the parent may be locked forever.
-    return StatisticsRecorder(uuid7())
+    return StatisticsRecorder(uuid7(), counters_of_process(using))
 
 
 def _state(settlement: Settlement, outcomes: Sequence[Outcome]) -> str:

@@ -8,6 +8,7 @@ from django_eventbus.exceptions import UnsupportedDatabaseError
 from django_eventbus.models import QueuedEvent
 from django_eventbus.store.attention import Attention, AttentionQuery
 from django_eventbus.store.base import Store
+from django_eventbus.store.counters import COUNTED, FOLD_AFTER, Series
 from django_eventbus.store.depths import Depth
 from django_eventbus.store.guards import Guard
 from django_eventbus.store.handing_off import HandedOffClaim
@@ -44,7 +45,9 @@ from django_eventbus.store.waits import AT_ONCE, SEVERAL, After, HeldBy, Wait, s
 __all__ = [
     "AT_ONCE",
     "CONFLICT_RETRIES",
+    "COUNTED",
     "DEFINITION",
+    "FOLD_AFTER",
     "INSERT_CHUNK",
     "LOWEST_ID",
     "SEVERAL",
@@ -66,6 +69,7 @@ __all__ = [
     "Postponed",
     "Progressed",
     "RowTrigger",
+    "Series",
     "SetAside",
     "Settlement",
     "Store",

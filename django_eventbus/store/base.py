@@ -17,6 +17,7 @@ from django.db import NotSupportedError
 from django_eventbus.errors import failures
 from django_eventbus.logs import about
 from django_eventbus.store.attention import Attends
+from django_eventbus.store.counters import Counters
 from django_eventbus.store.depths import Depths
 from django_eventbus.store.erasing import Erasing
 from django_eventbus.store.flow_controls import FlowControls
@@ -51,6 +52,7 @@ class Store(
     Groups,
     Guards,
     Statistics,
+    Counters,
     Depths,
     Inspecting,
 ):

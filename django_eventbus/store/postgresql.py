@@ -385,7 +385,9 @@ class PostgreSQLStore(InspectingPostgreSQL, SettlingEachRow, Notifying):
             cursor.execute(sql.LOG_WRITERS)
             return {transaction for (transaction,) in cursor.fetchall()}
 
-    def renew(self, worker_ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
+    def renew(
+        self, worker_ids: Collection[uuid.UUID], *, busy: Mapping[uuid.UUID, int] | None = None
+    ) -> set[uuid.UUID]:
         """Renew the registrations and return their ids with one statement, UPDATE … RETURNING.
 
         The base class needs a second query for the ids. On a very slow connection, a registration
@@ -393,11 +395,11 @@ class PostgreSQLStore(InspectingPostgreSQL, SettlingEachRow, Notifying):
         process (see ``Child.outlived``).
         """
         if self.clock is not None:
-            return super().renew(worker_ids)
+            return super().renew(worker_ids, busy=busy)
+        ids = list(worker_ids)
+        counts = [(busy or {}).get(each) for each in ids]
         with self.connection.cursor() as cursor:
-            cursor.execute(
-                sql.RENEW, (settings.ABANDON_AFTER, settings.NAMESPACE, list(worker_ids))
-            )
+            cursor.execute(sql.RENEW, (settings.ABANDON_AFTER, ids, counts, settings.NAMESPACE))
             reached("renew.sent")
             return {worker_id for (worker_id,) in cursor.fetchall()}
 

@@ -268,9 +268,11 @@ WHERE locktype = 'relation' AND relation = '{LOG}'::regclass AND mode = 'RowExcl
   AND pid IS DISTINCT FROM pg_backend_pid()"""
 
 RENEW = f"""
-UPDATE {WORKER} SET renewed_at = statement_timestamp(),
-    expires_at = statement_timestamp() + make_interval(secs => %s)
-WHERE namespace = %s AND id = ANY (%s) RETURNING id"""
+UPDATE {WORKER} AS worker SET renewed_at = statement_timestamp(),
+    expires_at = statement_timestamp() + make_interval(secs => %s),
+    busy = coalesce(given.busy, worker.busy)
+FROM unnest(%s::uuid[], %s::int[]) AS given (id, busy)
+WHERE worker.namespace = %s AND worker.id = given.id RETURNING worker.id"""
 
 INSERT_MANY = f"""
 INSERT INTO {QUEUE} (event_id, type, version, payload, key, counted_as, namespace, queue, headers,

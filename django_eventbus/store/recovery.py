@@ -7,12 +7,12 @@ rows of its events.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
-from django.db.models import F, Q, QuerySet
+from django.db.models import Case, F, Q, QuerySet, Value, When
 
 from django_eventbus.conf import settings
 from django_eventbus.errors.failpoints import reached
@@ -72,10 +72,19 @@ class Recovery(Lanes):
         found = rows.values_list("handlers_digest", "handlers")
         return {digest: handlers or {} for digest, handlers in found}
 
-    def renew(self, worker_ids: Collection[uuid.UUID]) -> set[uuid.UUID]:
-        """Renew the registrations of these workers; return the ids that are still registered."""
+    def renew(
+        self, worker_ids: Collection[uuid.UUID], *, busy: Mapping[uuid.UUID, int] | None = None
+    ) -> set[uuid.UUID]:
+        """Renew the registrations of these workers; return the ids that are still registered.
+
+        ``busy`` is the number of running handlers of each worker.
+        """
         mine = self.workers.filter(pk__in=list(worker_ids))
-        renewed = mine.update(renewed_at=self.now, expires_at=self.after(settings.ABANDON_AFTER))
+        changes: dict[str, Any] = {"expires_at": self.after(settings.ABANDON_AFTER)}
+        if busy:
+            counts = (When(pk=each, then=Value(number)) for each, number in busy.items())
+            changes["busy"] = Case(*counts, default=F("busy"))
+        renewed = mine.update(renewed_at=self.now, **changes)
         reached("renew.sent")
         if renewed:
             return set(mine.values_list("pk", flat=True))

@@ -139,6 +139,7 @@ def _is_stopped_or_limited(known: Snapshot, handler: str) -> bool:
 def _worker(store: Store, options: WorkerOptions, assignment: Assignment) -> Iterator[Worker]:
     """Register this process as a worker for the block."""
     registration = new_registration(options)
+    registration.slots = 0  # The slots of the executor are not slots of the event workers.
     worker = Worker(options, registration.pk, assignment=assignment)
     worker.statistics = recorder_of_process(options.using)
     with worker_context(worker.worker_id):

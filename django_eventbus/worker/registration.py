@@ -54,6 +54,7 @@ def new_registration(options: WorkerOptions) -> EventWorker:
         queues=list(options.queues),
         version=deployment.version(),
         settings_digests=deployment.settings_digests(),
+        slots=options.concurrency,
     )
 
 
@@ -99,7 +100,8 @@ class Heartbeat:
         store = store_for(self.worker.options.using, clock=self.worker.clock)
         sent = time.monotonic()
         try:
-            if not store.renew([self.worker.worker_id]):
+            busy = {self.worker.worker_id: len(self.worker.board.running())}
+            if not store.renew(busy, busy=busy):
                 self.worker.evicted = True
                 self.worker.stop()
         except Error as error:

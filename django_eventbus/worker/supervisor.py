@@ -33,7 +33,7 @@ from django_eventbus.errors import failures
 from django_eventbus.errors.failpoints import reached
 from django_eventbus.errors.text import one_line
 from django_eventbus.models import EventWorker
-from django_eventbus.statistics.recorder import StatisticsRecorder
+from django_eventbus.statistics.recorder import recorder_of_process
 from django_eventbus.store import Charge, is_outage, store_for, through_outage
 from django_eventbus.worker import process as child_module
 from django_eventbus.worker.child import TICK, Child
@@ -256,7 +256,8 @@ class Supervisor:
 
     def _record_kill(self, child: Child, row_id: int, handler: str) -> bool:
         worker_id = child.registration.pk
-        statistics = StatisticsRecorder(worker_id)
+        # A recorder with the id of the child would replace the rows that the child has written.
+        statistics = recorder_of_process(self.options.using)
         recorded = record_kill(
             self.store, statistics, worker_id=worker_id, row_id=row_id, handler=handler
         )
@@ -357,7 +358,8 @@ class Supervisor:
         if not children:
             return
         try:
-            renewed = self.store.renew(children)
+            busy = {worker_id: len(each.board.running()) for worker_id, each in children.items()}
+            renewed = self.store.renew(children, busy=busy)
         except Error as error:
             logger.warning("could not renew the registrations: %s", failures.in_a_line(error))
             self.store.connection.close()

@@ -15,6 +15,7 @@ from typing import Any
 from django.db import connections
 
 from django_eventbus.conf import settings
+from django_eventbus.counters.process import counters_of_process
 from django_eventbus.delivery.batch import Tally
 from django_eventbus.delivery.deadlines import Board, Watchdog
 from django_eventbus.delivery.deliverer import Suspects
@@ -61,7 +62,7 @@ class Worker:
             releases=assignment.executor is None,
         )
         self.other_workers = OtherWorkers(worker_id)
-        self.statistics = StatisticsRecorder(worker_id)
+        self.statistics = StatisticsRecorder(worker_id, counters_of_process(options.using))
         self.watchdog = Watchdog(worker_id)
         self._stopping = False
         self.started = time.monotonic()
