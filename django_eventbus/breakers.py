@@ -42,7 +42,7 @@ def list(*, using: str | None = None) -> builtins.list[BreakerStatus]:
     store = store_for(using)
     now = store.read_clock()
     rows = {row.name: row for row in store.flow_controls.filter(kind=FlowControlKind.HANDLER)}
-    declared = {name: breaker for name in _names() if (breaker := _declared(name))}
+    declared = {name: breaker for name in names() if (breaker := _declared(name))}
     return [
         _status(name, breaker, rows.get(name), now) for name, breaker in sorted(declared.items())
     ]
@@ -54,9 +54,9 @@ def reset(handler: str, *, by: str | None = None, using: str | None = None) -> b
     Returns False if the breaker was not open. Raises EventBusError if the handler has no breaker.
     """
     if _declared(handler) is None:
-        known = [name for name in _names() if _declared(name)]
         raise EventBusError(
-            f"there is no handler {handler!r} with a circuit breaker{did_you_mean(handler, known)}"
+            f"there is no handler {handler!r} with a circuit breaker"
+            f"{did_you_mean(handler, names())}"
         )
     store = store_for(using)
     was_open = store.close_breaker(handler)
@@ -68,8 +68,9 @@ def reset(handler: str, *, by: str | None = None, using: str | None = None) -> b
     return was_open
 
 
-def _names() -> builtins.list[str]:
-    return [each.name for each in registry.all()]
+def names() -> builtins.list[str]:
+    """Return the names of the registered handlers that have a circuit breaker."""
+    return sorted(each.name for each in registry.all() if _declared(each.name))
 
 
 def _declared(name: str) -> CircuitBreaker | None:
@@ -87,7 +88,7 @@ def _status(
     calls, failures = totals(in_window if row.opened_at is None else row.calls)
     return BreakerStatus(
         handler=name,
-        state=_state(row),
+        state=state_of(row),
         calls=calls,
         failures=failures,
         opened_at=row.opened_at,
@@ -95,7 +96,8 @@ def _status(
     )
 
 
-def _state(row: FlowControl) -> str:
-    if row.opened_at is None:
+def state_of(row: FlowControl | None) -> str:
+    """Return "closed", "open" or "half-open"."""
+    if row is None or row.opened_at is None:
         return "closed"
     return "half-open" if row.probe_by else "open"

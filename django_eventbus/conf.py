@@ -115,6 +115,9 @@ class Settings:
     MAX_MEMORY: int = 0
     #: Minutes for which the statistics of workers are kept.
     STATISTICS_MINUTES: int = 1440
+    #: The bearer token with which Prometheus reads the metrics from the view of Django. If empty,
+    #: only users with the permission to view the overview can read them.
+    METRICS_TOKEN: str = ""
     #: How the span of a handler call refers to the span that published the event, if OpenTelemetry
     #: is installed: "link" starts a new trace with a link, "parent" continues the trace.
     TRACE_PARENT: str = "link"

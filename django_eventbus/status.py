@@ -21,7 +21,7 @@ from django_eventbus.models import EventWorker, FlowControl, FlowControlKind
 from django_eventbus.registry import registry
 from django_eventbus.schedules import MISSED_AFTER
 from django_eventbus.schema.histograms import COLUMNS, percentile
-from django_eventbus.store import Clock, Store, store_for
+from django_eventbus.store import Clock, Depth, Store, store_for
 
 #: The largest exact count. Counting stops at one row more, and the count is shown as "10,000+".
 COUNTED_UP_TO = 10_000
@@ -34,6 +34,8 @@ MOST_LATE_SCHEDULES = 20
 #: The names in ``Status.depths`` of events that are ready, or wait for an earlier event of their
 #: key.
 WAITING = ("ready", "unrouted", "laned")
+#: The names in ``Status.depths`` of events whose waiting time is the lag.
+LAGGING = (*WAITING, "handed_off")
 
 _STATES = ("done", "retried", "dead", "discarded", "handed_off", "ignored_messages")
 
@@ -172,19 +174,9 @@ class Status:
     def metrics(self) -> dict[str, int | float | None]:
         """The value of each name in ``METRICS``. Counts are at most ``COUNTED_UP_TO + 1``."""
         depths, recent = self.depths, self.recent
-        ready, unrouted, laned, delayed = (depths[name] for name in (*WAITING, "delayed"))
+        states = {name: _capped(count) for name, count in events_by_state(depths).items()}
         values: dict[str, int | float | None] = {
-            # A failed event without a key counts as pending when its retry is due. A failed event
-            # with a key counts as retrying, because its lane may still wait until the retry is due.
-            "pending": _capped(
-                ready.total - ready.running,
-                unrouted.total - unrouted.running,
-                laned.total - laned.running - laned.failed - laned.handed_off,
-            ),
-            "running": _capped(ready.running, unrouted.running, laned.running),
-            "handed_off": depths["handed_off"].total,
-            "retrying": _capped(laned.failed, delayed.failed),
-            "scheduled": delayed.total - delayed.failed - delayed.handed_off,
+            **states,
             "held": _capped(depths["held"].total, depths["held_lanes"].total),
             "dead": depths["dead"].total,
             "lag": self.lag,
@@ -206,12 +198,11 @@ class Status:
     @property
     def lag(self) -> float:
         """The waiting time, in seconds, of the oldest due event that no worker has tried yet."""
-        return max(self.waited(name) for name in (*WAITING, "handed_off"))
+        return max(self.waited(name) for name in LAGGING)
 
     def waited(self, name: str) -> float:
         """Return the lag of one kind of events in ``depths``."""
-        since = self.depths[name].waiting_since
-        return 0.0 if since is None else max(0.0, (self.at - since).total_seconds())
+        return waited(self.depths[name], self.at)
 
     @property
     def recent(self) -> Counts:
@@ -278,6 +269,31 @@ def look(*, using: str | None = None, clock: Clock | None = None) -> Status:
     runs.
     """
     return Status(store_for(using, clock=clock))
+
+
+def events_by_state(depths: Mapping[str, Depth]) -> dict[str, int]:
+    """Return the number of queued events in each state."""
+    ready, unrouted, laned, delayed = (depths[name] for name in (*WAITING, "delayed"))
+    return {
+        # A failed event without a key counts as pending when its retry is due. A failed event with
+        # a key counts as retrying, because its lane may still wait until the retry is due.
+        "pending": (
+            (ready.total - ready.running)
+            + (unrouted.total - unrouted.running)
+            + (laned.total - laned.running - laned.failed - laned.handed_off)
+        ),
+        "running": ready.running + unrouted.running + laned.running,
+        "handed_off": depths["handed_off"].total,
+        "retrying": laned.failed + delayed.failed,
+        "scheduled": delayed.total - delayed.failed - delayed.handed_off,
+        "held": depths["held"].total,
+    }
+
+
+def waited(depth: Depth, now: datetime) -> float:
+    """Return the seconds that the oldest pending event without a failure has waited."""
+    since = depth.waiting_since
+    return 0.0 if since is None else max(0.0, (now - since).total_seconds())
 
 
 def shown_count(count: int, *, up_to: int | None = None) -> str:

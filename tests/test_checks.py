@@ -115,6 +115,7 @@ def test_a_valid_value_for_every_setting_passes(settings):
             "type:*": {"max_size": 10, "overflow": "coalesce"},
         },
         "BLOCK_TIMEOUT": 0.1,
+        "METRICS_TOKEN": "0123456789abcdef",
     }
     assert set(settings.EVENTBUS) == set(conf.names())
     assert found() == []
@@ -328,6 +329,9 @@ WRONG_VALUES = [
     ("REDACT_ERRORS", "E125", None, "the dotted path of a function"),
     ("REDACT_FIELDS", "E129", "password", "a list of words"),
     ("REDACT_FIELDS", "E129", ["password", ""], "a list of words"),
+    ("METRICS_TOKEN", "E137", "too short", "at least 16 ASCII characters"),
+    ("METRICS_TOKEN", "E137", "with a space in between", "without whitespace"),
+    ("METRICS_TOKEN", "E137", None, "a string"),
 ]
 
 

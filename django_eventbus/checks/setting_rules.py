@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
@@ -33,6 +34,7 @@ DEEPEST = 200
 #: A hundred years. If a longer duration is added to a date, the result may overflow.
 MOST_SECONDS = 100 * 365.25 * 24 * 3600
 MOST_CRASHES = 32_767
+SHORTEST_TOKEN = 16
 
 
 def a_name(value: Any, *, without: str = "") -> str | None:
@@ -96,6 +98,18 @@ def a_word_list(value: Any) -> str | None:
     if isinstance(value, list | tuple) and all(isinstance(each, str) and each for each in value):
         return None
     return "Use a list of words, such as ['password', 'iban']."
+
+
+def a_token_or_nothing(value: Any) -> str | None:
+    is_token = (
+        isinstance(value, str) and value.isascii() and not set(value) & set(string.whitespace)
+    )
+    if is_token and (not value or len(value) >= SHORTEST_TOKEN):
+        return None
+    return (
+        f"Use a string of at least {SHORTEST_TOKEN} ASCII characters without whitespace, "
+        "such as the output of secrets.token_urlsafe()."
+    )
 
 
 def a_switch(value: Any) -> str | None:
@@ -234,5 +248,6 @@ RULES: dict[str, tuple[str, Rule]] = {
     "HANDOFF_DEADLINE": ("E133", seconds(least=5)),
     "HANDOFF_WINDOW": ("E134", a_whole_number(1)),
     "CELERY_DRAIN": ("E135", a_switch),
+    "METRICS_TOKEN": ("E137", a_token_or_nothing),
     "TRACE_PARENT": ("E139", one_of("link", "parent")),
 }

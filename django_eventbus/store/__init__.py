@@ -9,7 +9,7 @@ from django_eventbus.models import QueuedEvent
 from django_eventbus.store.attention import Attention, AttentionQuery
 from django_eventbus.store.base import Store
 from django_eventbus.store.counters import COUNTED, FOLD_AFTER, Series
-from django_eventbus.store.depths import Depth
+from django_eventbus.store.depths import NOTHING, Depth
 from django_eventbus.store.guards import Guard
 from django_eventbus.store.handing_off import HandedOffClaim
 from django_eventbus.store.inserting import INSERT_CHUNK
@@ -50,6 +50,7 @@ __all__ = [
     "FOLD_AFTER",
     "INSERT_CHUNK",
     "LOWEST_ID",
+    "NOTHING",
     "SEVERAL",
     "UNCOUNTED",
     "After",

@@ -33,6 +33,9 @@ class Depth(NamedTuple):
     waiting_since: datetime | None
 
 
+NOTHING = Depth(total=0, running=0, failed=0, handed_off=0, waiting_since=None)
+
+
 class Depths(Rows):
     """Counts of rows. Each kind of rows has its own index, which the count reads."""
 
@@ -61,6 +64,45 @@ class Depths(Rows):
             cursor.execute(" UNION ALL ".join(counts), parameters)
             found = {name: rest for name, *rest in cursor.fetchall()}
         return {name: self._as_depth(*found[name]) for name in kinds}
+
+    def depths_by_queue(self, *, at_most: int) -> dict[str, dict[str, Depth]]:
+        """Count each kind of rows of each queue; return the counts by queue and kind.
+
+        Each kind is counted up to ``at_most``. Where an index begins with the queue, the maximum
+        applies to each queue.
+        """
+        of_queue = [
+            (name, rows.filter(queue=queue))
+            for queue in settings.QUEUES
+            for name, rows in (("ready", self._ready_rows()), ("unrouted", self._unrouted_rows()))
+        ]
+        of_all = [
+            ("laned", self._laned_rows()),
+            ("delayed", self._delayed_rows()),
+            ("handed_off", self._handed_off_rows()),
+            ("held", self._held_rows()),
+            ("held_lanes", self._held_lanes()),
+            ("blocked_lanes", self._blocked_lanes()),
+            ("dead", self._dead_rows()),
+        ]
+        found: dict[str, dict[str, Depth]] = {}
+        kinds = of_queue + of_all
+        for start in range(0, len(kinds), COUNTS_AT_ONCE):
+            counts, parameters = [], []
+            for name, rows in kinds[start : start + COUNTS_AT_ONCE]:
+                query = rows.annotate(of_queue=F("queue"))[:at_most].query
+                select, given = query.get_compiler(using=self.using).as_sql()
+                counts.append(
+                    "SELECT %s, of_queue, COUNT(*), SUM(is_running), SUM(has_failed), "
+                    f"SUM(is_handed_off), MIN(waiting_since) FROM ({select}) AS counted "
+                    "GROUP BY of_queue"
+                )
+                parameters += [name, *given]
+            with self.connection.cursor() as cursor:
+                cursor.execute(" UNION ALL ".join(counts), parameters)
+                for name, queue, *numbers in cursor.fetchall():
+                    found.setdefault(queue, {})[name] = self._as_depth(*numbers)
+        return found
 
     def _as_depth(
         self, total: int, running: Any, failed: Any, handed_off: Any, since: Any
