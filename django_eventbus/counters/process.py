@@ -9,11 +9,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from django.core.signals import request_finished
-from django.db import connections
+from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_eventbus.counters.counting import ProcessCounters
@@ -85,7 +86,8 @@ def _write(using: str, counters: ProcessCounters) -> None:
 
 def _close_if_lost(connection: BaseDatabaseWrapper, error: Exception) -> None:
     if is_outage(error) and connection.connection is not None and not connection.is_usable():
-        connection.close()
+        with suppress(Error):
+            connection.close()
 
 
 def _counters_here() -> list[tuple[str, ProcessCounters]]:
