@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Any
 
-from django.db.models import Case, F, Q, QuerySet, Value, When
+from django.db.models import Case, F, IntegerField, Q, QuerySet, Value, When
 
 from django_eventbus.conf import settings
 from django_eventbus.errors.failpoints import reached
@@ -83,7 +83,7 @@ class Recovery(Lanes):
         changes: dict[str, Any] = {"expires_at": self.after(settings.ABANDON_AFTER)}
         if busy:
             counts = (When(pk=each, then=Value(number)) for each, number in busy.items())
-            changes["busy"] = Case(*counts, default=F("busy"))
+            changes["busy"] = Case(*counts, default=F("busy"), output_field=IntegerField())
         renewed = mine.update(renewed_at=self.now, **changes)
         reached("renew.sent")
         if renewed:
