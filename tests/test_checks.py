@@ -233,7 +233,7 @@ WRONG_VALUES = [
     ("HANDOFF_WINDOW", "E134", 2.5, "a whole number from 1 up"),
     ("HANDOFF_WINDOW", "E134", None, "a whole number from 1 up"),
     ("CELERY_DRAIN", "E135", "yes", "True or False"),
-    ("TRACE_PARENT", "E139", "child", "'link', 'parent'"),
+    ("TRACE_PARENT", "E137", "child", "'link', 'parent'"),
     ("HANDLER_TIMEOUT", "E110", 0, "more than 0"),
     ("HANDLER_TIMEOUT", "E110", None, "a number of seconds"),
     ("HANDLER_TIMEOUT", "E110", True, "a number of seconds"),
@@ -329,9 +329,9 @@ WRONG_VALUES = [
     ("REDACT_ERRORS", "E125", None, "the dotted path of a function"),
     ("REDACT_FIELDS", "E129", "password", "a list of words"),
     ("REDACT_FIELDS", "E129", ["password", ""], "a list of words"),
-    ("METRICS_TOKEN", "E137", "too short", "at least 16 ASCII characters"),
-    ("METRICS_TOKEN", "E137", "with a space in between", "without whitespace"),
-    ("METRICS_TOKEN", "E137", None, "a string"),
+    ("METRICS_TOKEN", "E136", "too short", "at least 16 ASCII characters"),
+    ("METRICS_TOKEN", "E136", "with a space in between", "without whitespace"),
+    ("METRICS_TOKEN", "E136", None, "a string"),
 ]
 
 

@@ -248,6 +248,6 @@ RULES: dict[str, tuple[str, Rule]] = {
     "HANDOFF_DEADLINE": ("E133", seconds(least=5)),
     "HANDOFF_WINDOW": ("E134", a_whole_number(1)),
     "CELERY_DRAIN": ("E135", a_switch),
-    "METRICS_TOKEN": ("E137", a_token_or_nothing),
-    "TRACE_PARENT": ("E139", one_of("link", "parent")),
+    "METRICS_TOKEN": ("E136", a_token_or_nothing),
+    "TRACE_PARENT": ("E137", one_of("link", "parent")),
 }

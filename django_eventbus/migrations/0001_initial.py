@@ -51,8 +51,7 @@ POSTGRESQL = (
 )
 # A binary collation distinguishes "A" and "a". The default collations treat them as equal.
 MYSQL = tuple(
-    f"ALTER TABLE {table} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_bin"
-    for table in TABLES
+    f"ALTER TABLE {table} CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_bin" for table in TABLES
 )
 
 
