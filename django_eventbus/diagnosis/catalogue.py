@@ -9,6 +9,9 @@ from django_eventbus.diagnosis import (
     handlers,
     log,
     mariadb,
+    postgresql_server,
+    postgresql_sessions,
+    postgresql_tables,
     schedules,
     setup,
     sqlite,
@@ -19,7 +22,10 @@ from django_eventbus.errors.suggestions import did_you_mean
 
 #: The modules that define checks. EB0xx up to EB029: the bus and its workers; EB03x: SQLite;
 #: EB04x: MariaDB; EB05x to EB07x: PostgreSQL.
-_MODULES = (workers, handlers, flow, log, schedules, setup, sqlite, mariadb)
+_MODULES = (
+    *(workers, handlers, flow, log, schedules, setup, sqlite, mariadb),
+    *(postgresql_sessions, postgresql_tables, postgresql_server),
+)
 
 CHECKS: Sequence[Check] = sorted(
     (each for module in _MODULES for each in vars(module).values() if isinstance(each, Check)),

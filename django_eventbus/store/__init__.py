@@ -6,6 +6,7 @@ from django.db import connections, router
 
 from django_eventbus.exceptions import UnsupportedDatabaseError
 from django_eventbus.models import QueuedEvent
+from django_eventbus.store import postgresql_remedies as remedies
 from django_eventbus.store.attention import Attention, AttentionQuery
 from django_eventbus.store.base import Store
 from django_eventbus.store.counters import COUNTED, FOLD_AFTER, Series
@@ -16,6 +17,8 @@ from django_eventbus.store.inserting import INSERT_CHUNK
 from django_eventbus.store.mariadb import MariaDBStore
 from django_eventbus.store.outages import through_outage
 from django_eventbus.store.postgresql import PostgreSQLStore
+from django_eventbus.store.postgresql_facts import PostgreSQLFacts, Snapshot, Table
+from django_eventbus.store.postgresql_schema import differing_storage, missing_in_schema
 from django_eventbus.store.quarantine import SetAside, set_aside
 from django_eventbus.store.recovery import Charge
 from django_eventbus.store.rows import (
@@ -67,19 +70,25 @@ __all__ = [
     "Held",
     "HeldBy",
     "NewEvent",
+    "PostgreSQLFacts",
     "Postponed",
     "Progressed",
     "RowTrigger",
     "Series",
     "SetAside",
     "Settlement",
+    "Snapshot",
     "Store",
+    "Table",
     "Wait",
     "default_alias",
+    "differing_storage",
     "is_outage",
     "is_shortage",
+    "missing_in_schema",
     "name_own_sessions",
     "name_sessions",
+    "remedies",
     "set_aside",
     "soonest",
     "store_for",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -47,7 +47,9 @@ class Inspecting(Rows):
         """Return the storage engine of each table of the bus; empty if there are no engines."""
         return {}
 
-    def read_rows(self, statement: str, params: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    def read_rows(
+        self, statement: str, params: Sequence[Any] | Mapping[str, Any] = ()
+    ) -> list[dict[str, Any]]:
         """Return the rows of a query as dicts, by the names of the columns."""
         with self.connection.cursor() as cursor:
             cursor.execute(statement, params)

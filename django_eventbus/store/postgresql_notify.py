@@ -89,7 +89,7 @@ class Notifying(Store):
                 if time.monotonic() - checked > LISTENER_CHECK:
                     # A half-open socket, or an UNLISTEN by other code, stops all notifications
                     # without an error. So a query checks that the session still listens.
-                    with _cut_off_after(LISTENER_ANSWER, raw):
+                    with cut_off_after(LISTENER_ANSWER, raw):
                         listens = raw.execute("SELECT 1 FROM pg_listening_channels()").fetchone()
                     if not listens:
                         return
@@ -99,7 +99,7 @@ class Notifying(Store):
 
 
 @contextlib.contextmanager
-def _cut_off_after(seconds: float, raw: Any) -> Iterator[None]:
+def cut_off_after(seconds: float, raw: Any) -> Iterator[None]:
     """Shut down the socket if the block takes more than ``seconds``.
 
     The driver itself has no timeout.
