@@ -29,7 +29,7 @@ hypothesis.settings.register_profile("unhurried", deadline=None)
 hypothesis.settings.load_profile("unhurried")
 
 #: Fixtures that start processes.
-STARTERS = {"start_celery", "start_worker", "cluster", "mariadb"}
+STARTERS = {"start_celery", "start_worker", "checked_server", "cluster", "mariadb"}
 
 
 @pytest.hookimpl(tryfirst=True)  # Runs before -m deselects tests.
