@@ -67,7 +67,7 @@ def not_durable(bus: Bus) -> Iterator[Result]:
 @check(
     "EB071",
     title="Strict isolation level",
-    symptom="Many handlers are retried with 'could not serialize access due to concurrent update', "
+    symptom='Many handlers are retried with "could not serialize access due to concurrent update", '
     "and throughput is low.",
     cause="The isolation level of the project is REPEATABLE READ or SERIALIZABLE. The bus is "
     "correct at every level, but only in READ COMMITTED do its transactions not fail when others "
@@ -90,8 +90,8 @@ def strict_isolation(bus: Bus) -> Iterator[Result]:
 @check(
     "EB072",
     title="Timeouts that end workers",
-    symptom="Handlers fail with 'terminating connection due to idle-in-transaction timeout' or "
-    "'canceling statement due to statement timeout', although they are within their own timeout.",
+    symptom='Handlers fail with "terminating connection due to idle-in-transaction timeout" or '
+    '"canceling statement due to statement timeout", although they are within their own timeout.',
     cause="A timeout of the server, the database or the role is shorter than the handlers may run. "
     "A handler runs in a transaction, which is idle while the handler computes or waits.",
     fix="Give the role of the workers a longer timeout, shorten the timeout of the handlers, or "
@@ -176,8 +176,8 @@ def statistics_off(bus: Bus) -> Iterator[Result]:
 @check(
     "EB075",
     title="Read-only server",
-    symptom="publish() and every worker fail with 'cannot execute INSERT in a read-only "
-    "transaction'.",
+    symptom='publish() and every worker fail with "cannot execute INSERT in a read-only '
+    'transaction".',
     cause="The project is connected to a standby, for example after a failover, or "
     "default_transaction_read_only is on.",
     fix="Connect to the primary: use target_session_attrs=read-write in OPTIONS with several "

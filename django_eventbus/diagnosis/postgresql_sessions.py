@@ -154,8 +154,8 @@ def replication_that_holds_rows(bus: Bus) -> Iterator[Result]:
 @check(
     "EB053",
     title="Sessions that wait for a lock",
-    symptom="publish() or a worker hangs, or is cancelled with 'canceling statement due to lock "
-    "timeout'.",
+    symptom='publish() or a worker hangs, or is cancelled with "canceling statement due to lock '
+    'timeout".',
     cause="Another transaction holds a lock on a table, an index or a row of the bus: a migration, "
     "VACUUM FULL, LOCK TABLE, or an operator's open transaction.",
     fix="Wait for the transaction that holds the lock, or end its session with "
@@ -228,8 +228,8 @@ def strong_locks(bus: Bus) -> Iterator[Result]:
 @check(
     "EB055",
     title="Connection limit nearly reached",
-    symptom="Workers or web servers cannot connect: 'too many clients already', 'too many "
-    "connections for role'.",
+    symptom='Workers or web servers cannot connect: "too many clients already", "too many '
+    'connections for role".',
     cause="The number of sessions is close to max_connections, or to the connection limit of the "
     "database or the role. A worker process needs concurrency + 2 connections.",
     fix="Start fewer worker processes or threads, put a pooler before the web servers, or raise "

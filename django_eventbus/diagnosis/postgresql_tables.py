@@ -107,7 +107,8 @@ def _has_many_dead_rows(table: Table, at: float) -> bool:
 @check(
     "EB061",
     title="Bloated tables",
-    symptom="The tables of the bus need much more disk than their rows, and backups are large.",
+    symptom="The tables of the bus need much more disk than their rows, and physical backups are "
+    "large.",
     cause="A past backlog, or a time without VACUUM. The queue table is not truncated on purpose, "
     "because that takes an exclusive lock; its free pages are used again. Large indexes with "
     "few entries slow down claims.",

@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import suppress
 
 import pytest
 from django.core.management import CommandError, ManagementUtility, call_command
@@ -26,6 +27,14 @@ def failed(*arguments):
     with pytest.raises(CommandError) as raised:
         call_command("event_doctor", *arguments, stdout=out)
     return raised.value, out.getvalue()
+
+
+def doctor_of_any_server(*arguments):
+    """The text, whatever the exit code: the server of the tests may have faults of its own."""
+    out = io.StringIO()
+    with suppress(CommandError):
+        call_command("event_doctor", *arguments, stdout=out)
+    return out.getvalue()
 
 
 @pytest.fixture
@@ -94,7 +103,8 @@ def test_explain_has_the_symptom_the_cause_and_the_fix():
     "action", [("explain",), ("list",), ("run", "--fail-on", "fail", "--ignore", "EB001,EB002")]
 )
 def test_the_text_fits_80_columns(action):
-    lines = doctor(*action).splitlines()
+    lines = doctor_of_any_server(*action).splitlines()
+    assert lines
     # A command of a fix is not broken, so that it can be copied.
     assert [line for line in lines if len(line) > 80 and " Fix: " not in line] == []
 
@@ -167,7 +177,7 @@ def test_a_found_fault_exits_with_its_code(capsys):
 def test_the_command_changes_nothing(worker):
     """All statements but those that open and limit the transaction are reads."""
     with CaptureQueriesContext(connection) as queries:
-        doctor("--ignore", "EB03,EB04", "--fail-on", "fail")
+        assert doctor_of_any_server("--ignore", "EB03,EB04")
     writes = ("INSERT", "UPDATE", "DELETE", "ALTER", "CREATE", "DROP", "LOCK")
     assert [q["sql"] for q in queries if q["sql"].lstrip().upper().startswith(writes)] == []
     assert len(queries) > 10
