@@ -42,9 +42,10 @@ CORRUPTING_VERSIONS = range(140000, 140004)
     title="Commits are not durable",
     symptom="After a crash of the server, events are missing that were published and committed.",
     cause="fsync, full_page_writes or synchronous_commit is off, so a commit is confirmed before "
-    "it is on disk, or the data files can be damaged.",
+    "it is on disk, or the data files can be damaged. Or a table is UNLOGGED: PostgreSQL empties "
+    "such a table after a crash.",
     fix="Turn the setting on: fsync and full_page_writes in the configuration of the server, "
-    "synchronous_commit for the role that publishes.",
+    "synchronous_commit for the role that publishes. Set the table to LOGGED.",
     databases=(POSTGRESQL,),
 )
 def not_durable(bus: Bus) -> Iterator[Result]:
@@ -60,6 +61,13 @@ def not_durable(bus: Bus) -> Iterator[Result]:
         else:
             fix = remedies.set_on_server(name, safe[0])
         yield fail(f"{name} is {found[name]!r}: {danger}", fix=fix)
+    for each in facts.tables():
+        if not each.is_logged:
+            is_safe = False
+            yield fail(
+                f"{each.name} is UNLOGGED: it is empty after a crash of the server",
+                fix=remedies.set_logged(each.name),
+            )
     if is_safe:
         yield ok(", ".join(f"{name} is {value}" for name, value in found.items()))
 
@@ -81,10 +89,10 @@ def strict_isolation(bus: Bus) -> Iterator[Result]:
     if server.isolation == "read committed":
         yield ok("transactions are READ COMMITTED")
         return
-    yield warn(
-        f"the transactions of this project are {server.isolation.upper()}",
-        fix=remedies.set_for_role(server.role, "default_transaction_isolation", "read committed"),
-    )
+    fix = remedies.set_for_role(server.role, "default_transaction_isolation", "read committed")
+    if "isolation_level" in bus.store.connection.settings_dict["OPTIONS"]:
+        fix = f"Remove isolation_level from OPTIONS of DATABASES[{bus.store.using!r}]."
+    yield warn(f"the transactions of this project are {server.isolation.upper()}", fix=fix)
 
 
 @check(

@@ -68,8 +68,8 @@ def old_snapshots(bus: Bus) -> Iterator[Result]:
         yield report(_snapshot_in_words(each), fix=remedies.terminate(each.pid))
     if hidden:
         yield skipped(
-            f"{_named(hidden[0])} holds a snapshot of unknown age, and so do {len(hidden) - 1} "
-            f"other sessions: this role may not see them. {_grant(facts)}"
+            f"{_named(hidden[0])} is one of {len(hidden)} sessions that hold a snapshot, but this "
+            f"role may not see for how long. {_grant(facts)}"
         )
     if not old and not hidden:
         oldest = max((each.seconds or 0 for each in found), default=0)
@@ -316,4 +316,4 @@ def _named(session: Any) -> str:
 
 
 def _grant(facts: PostgreSQLFacts) -> str:
-    return f"To let it see them: {remedies.grant_statistics(facts.server().role)}"
+    return f"To let it see this: {remedies.grant_statistics(facts.server().role)}"

@@ -243,12 +243,12 @@ def _has_stale_statistics(table: Table, server: Mapping[str, str]) -> bool:
 
 @check(
     "EB065",
-    title="Missing indexes or constraints",
+    title="Missing tables, indexes or constraints",
     symptom="Claims, the admin or purge_events take seconds, or duplicates appear.",
-    cause="Someone dropped an index or a constraint that the migrations created, or a restore "
-    "was incomplete.",
-    fix="Create it with the statement that the check prints. CONCURRENTLY cannot run in a "
-    "transaction, but blocks no writes.",
+    cause="Someone dropped an index or a constraint that the migrations created, a restore was "
+    "incomplete, or a migration is not applied.",
+    fix="Create it with the statement that the check prints. CREATE INDEX CONCURRENTLY cannot run "
+    "in a transaction, but blocks no writes.",
     databases=(POSTGRESQL,),
 )
 def missing_indexes(bus: Bus) -> Iterator[Result]:

@@ -80,6 +80,8 @@ class Table(NamedTuple):
     """A table of the bus. The numbers of rows are estimates of the statistics."""
 
     name: str
+    #: Whether the rows survive a crash: the table is not UNLOGGED.
+    is_logged: bool
     rows_at_analyze: float
     options: Mapping[str, str]
     toast_options: Mapping[str, str]

@@ -67,12 +67,17 @@ SELECT 'standby', application_name, true, age(backend_xmin)
 FROM pg_stat_replication WHERE backend_xmin IS NOT NULL
 """
 
+# A partitioned table has no statistics and no age; its partitions are not read.
 TABLES = """
-SELECT c.relname AS name, c.reltuples::float8 AS rows_at_analyze, c.reloptions AS options,
+SELECT c.relname AS name, c.relpersistence = 'p' AS is_logged,
+       c.reltuples::float8 AS rows_at_analyze, c.reloptions AS options,
        toast.reloptions AS toast_options,
-       greatest(age(c.relfrozenxid), age(toast.relfrozenxid)) AS age,
-       greatest(mxid_age(c.relminmxid), mxid_age(toast.relminmxid)) AS multixact_age,
-       s.n_live_tup AS live, s.n_dead_tup AS dead, s.n_mod_since_analyze AS changed,
+       CASE c.relkind WHEN 'r' THEN greatest(age(c.relfrozenxid), age(toast.relfrozenxid))
+            ELSE 0 END AS age,
+       CASE c.relkind WHEN 'r' THEN greatest(mxid_age(c.relminmxid), mxid_age(toast.relminmxid))
+            ELSE 0 END AS multixact_age,
+       coalesce(s.n_live_tup, 0) AS live, coalesce(s.n_dead_tup, 0) AS dead,
+       coalesce(s.n_mod_since_analyze, 0) AS changed,
        extract(epoch FROM clock_timestamp() - greatest(s.last_analyze, s.last_autoanalyze))::float8
            AS analyzed_before,
        extract(epoch FROM clock_timestamp() - greatest(s.last_vacuum, s.last_autovacuum))::float8

@@ -68,6 +68,10 @@ def reset_storage(table: str, names: Iterable[str]) -> str:
     return f"ALTER TABLE {quoted(table)} RESET ({', '.join(names)});"
 
 
+def set_logged(table: str) -> str:
+    return f"ALTER TABLE {quoted(table)} SET LOGGED;"
+
+
 def set_on_server(name: str, value: str) -> str:
     return f"ALTER SYSTEM SET {name} = {value}; SELECT pg_reload_conf();"
 

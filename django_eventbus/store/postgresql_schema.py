@@ -38,7 +38,7 @@ OWN_INDEXES = {
 
 
 class Missing(NamedTuple):
-    """An index or a constraint that the database lacks, and the statement that creates it."""
+    """Something that the database lacks, and the statement or command that creates it."""
 
     table: str
     what: str
@@ -64,7 +64,7 @@ def _plain(value: str | None) -> float | str | None:
 
 
 def missing_in_schema(facts: PostgreSQLFacts) -> Iterator[Missing]:
-    """Yield the indexes and constraints of the models that do not exist.
+    """Yield the tables, indexes and constraints of the models that do not exist.
 
     The migration names some of them. The others have a name by Django, which may change, so they
     are recognised by their columns.
@@ -72,8 +72,12 @@ def missing_in_schema(facts: PostgreSQLFacts) -> Iterator[Missing]:
     connection = facts.store.connection
     editor = connection.SchemaEditorClass(connection, collect_sql=True)
     indexes, constraints = facts.indexes(), facts.constraints()
+    tables = {each.name for each in facts.tables()}
     for model in models_of_the_bus():
         table = model._meta.db_table
+        if table not in tables:
+            yield Missing(table, "table", f"manage.py migrate {model._meta.app_label}")
+            continue
         ours = [each for each in indexes if each.on_table == table]
         checked = [each for each in constraints if each.on_table == table]
         yield from _missing_named(
@@ -84,7 +88,7 @@ def missing_in_schema(facts: PostgreSQLFacts) -> Iterator[Missing]:
     named = {each.name for each in indexes}
     table = EventLog._meta.db_table
     for name, definition in OWN_INDEXES.items():
-        if name not in named:
+        if name not in named and table in tables:
             statement = remedies.create_index(table, name, definition)
             yield Missing(table, f"index {name}", statement)
 

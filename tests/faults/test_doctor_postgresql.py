@@ -93,6 +93,29 @@ def test_a_fresh_database_is_healthy(database, check_id):
     assert_ok(check_id)
 
 
+@pytest.mark.django_db
+@pytest.mark.parametrize("check_id", IDS)
+def test_a_check_runs_on_any_server_and_in_a_transaction_of_the_caller(check_id):
+    """The server of the tests may have any version, and faults of its own."""
+    diagnosis = diagnose(check_id)
+    assert diagnosis.verdict is not SKIPPED
+    assert not [each for each in diagnosis.results if "raised" in each.summary], diagnosis
+    assert connection.in_atomic_block
+    run("CREATE TABLE writable (id int)")
+
+
+@pytest.mark.django_db
+def test_faults_in_an_open_transaction_are_seen():
+    """A migration can run the checks before its commit."""
+    run("DROP INDEX eventbus_ready", f"ALTER TABLE {LANE} SET (fillfactor = 100)")
+    run(f"ALTER TABLE {LOG} SET (autovacuum_enabled = off)")
+    run(f"ALTER TABLE {GUARD} DISABLE TRIGGER ALL")
+    finding("EB065", FAIL, "index eventbus_ready")
+    finding("EB063", WARN, f"{LANE} has fillfactor = 100")
+    finding("EB062", FAIL, f"autovacuum is off for {LOG}")
+    assert diagnose("EB068").verdict is FAIL
+
+
 def test_a_check_leaves_no_setting_in_the_session(database):
     before = run("SELECT name, setting FROM pg_settings ORDER BY name")
     list(examine(Bus(store_for()), selected(POSTGRESQL)))
@@ -435,6 +458,12 @@ def schema():
     return {(table, kind, definition): name for table, name, kind, definition in rows}
 
 
+def test_a_missing_table_is_created_by_the_migrations(database):
+    run(f"DROP TABLE {LOG}")
+    found = finding("EB065", FAIL, f"{LOG} has no table")
+    assert found.fix == "manage.py migrate django_eventbus"
+
+
 def test_a_foreign_key_that_is_not_deferred_guards_no_commit(database):
     name = run(
         f"SELECT conname FROM pg_constraint WHERE conrelid = '{GUARD}'::regclass AND contype = 'f'"
@@ -468,6 +497,15 @@ def test_a_table_that_is_not_frozen_in_time_is_found(database):
     found = finding("EB067", WARN, LANE, "autovacuum should freeze them after 100000")
     apply(found.fix)
     assert_ok("EB067")
+
+
+@pytest.mark.parametrize("check_id", ["EB060", "EB061", "EB062", "EB063", "EB064", "EB067"])
+def test_a_partitioned_log_is_no_fault(database, check_id):
+    run(
+        f"ALTER TABLE {LOG} RENAME TO not_partitioned",
+        f"CREATE TABLE {LOG} (LIKE not_partitioned) PARTITION BY RANGE (finished_at)",
+    )
+    assert_ok(check_id)
 
 
 def test_a_disabled_trigger_of_a_bridge_is_found(database):
@@ -506,6 +544,19 @@ def test_commits_that_are_not_durable_are_found(cluster, name):
     apply(finding("EB070", FAIL, f"{name} is 'off'").fix)
     connection.close()
     eventually_ok("EB070")
+
+
+def test_an_unlogged_table_is_found(database):
+    run(f"ALTER TABLE {QUEUE} SET UNLOGGED")
+    apply(finding("EB070", FAIL, f"{QUEUE} is UNLOGGED").fix)
+    assert_ok("EB070")
+
+
+def test_an_isolation_level_of_the_project_is_found(database, monkeypatch):
+    level = psycopg.IsolationLevel.SERIALIZABLE
+    monkeypatch.setitem(connection.settings_dict["OPTIONS"], "isolation_level", level)
+    found = finding("EB071", WARN, "SERIALIZABLE")
+    assert found.fix == "Remove isolation_level from OPTIONS of DATABASES['default']."
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
@@ -582,7 +633,10 @@ def test_a_role_without_privileges_gets_no_error(low_role):
 
 @pytest.mark.parametrize(
     ("check_id", "verdict", "hidden"),
-    [("EB050", WARN, "holds a snapshot"), ("EB054", FAIL, "holds AccessExclusiveLock")],
+    [
+        ("EB050", WARN, "1 sessions that hold a snapshot"),
+        ("EB054", FAIL, "holds AccessExclusiveLock"),
+    ],
 )
 def test_what_a_role_may_not_see_is_skipped_with_the_grant(
     low_role, monkeypatch, check_id, verdict, hidden
