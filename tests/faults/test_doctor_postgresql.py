@@ -88,9 +88,9 @@ def low_role(database, monkeypatch):
         other.execute(f"DROP ROLE {LOW}")
 
 
-@pytest.mark.parametrize("check_id", IDS)
-def test_a_fresh_database_is_healthy(database, check_id):
-    assert_ok(check_id)
+def test_a_fresh_database_is_healthy(database):
+    for check_id in IDS:
+        assert_ok(check_id)
 
 
 @pytest.mark.django_db
@@ -499,13 +499,13 @@ def test_a_table_that_is_not_frozen_in_time_is_found(database):
     assert_ok("EB067")
 
 
-@pytest.mark.parametrize("check_id", ["EB060", "EB061", "EB062", "EB063", "EB064", "EB067"])
-def test_a_partitioned_log_is_no_fault(database, check_id):
+def test_a_partitioned_log_is_no_fault(database):
     run(
         f"ALTER TABLE {LOG} RENAME TO not_partitioned",
         f"CREATE TABLE {LOG} (LIKE not_partitioned) PARTITION BY RANGE (finished_at)",
     )
-    assert_ok(check_id)
+    for check_id in ("EB060", "EB061", "EB062", "EB063", "EB064", "EB067"):
+        assert_ok(check_id)
 
 
 def test_a_disabled_trigger_of_a_bridge_is_found(database):
