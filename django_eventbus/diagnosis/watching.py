@@ -58,7 +58,9 @@ def examined(bus: Bus) -> Examined | None:
     try:
         checks = _applicable(bus)
         found = examine(bus, checks, seconds=STATEMENT_SECONDS, all_seconds=ALL_SECONDS)
-        _last[alias] = Examined(tuple(found), bus.now, time.monotonic() + KEPT)
+        # Not bus.now, which reads the tables without a timeout and would wait for their locks.
+        moment = bus.store.read_clock()
+        _last[alias] = Examined(tuple(found), moment, time.monotonic() + KEPT)
     finally:
         _examining.release()
     return _last[alias]

@@ -8,7 +8,11 @@ from typing import Any, ClassVar
 
 from django.db import transaction
 
-from django_eventbus.store.inspecting import LOCK_SECONDS, Inspecting
+from django_eventbus.store.inspecting import Inspecting
+
+#: Seconds that a statement of a check waits for a lock. While a table is locked, about twenty
+#: checks wait for this long, and the check that names the holder is one of the last.
+LOCK_SECONDS = 0.25
 
 LIMITS = """
 SELECT set_config('statement_timeout', %s, true), set_config('lock_timeout', %s, true)

@@ -12,6 +12,7 @@ from django_eventbus.diagnosis import (
     postgresql_server,
     postgresql_sessions,
     postgresql_tables,
+    watching,
 )
 from django_eventbus.diagnosis.catalogue import CHECKS, selected
 from django_eventbus.diagnosis.examination import Bus, Verdict, examine
@@ -267,6 +268,17 @@ def test_the_doctor_does_not_hang_on_a_locked_table(database, monkeypatch):
     assert "lock timeout" in found["EB061"].results[0].summary
     wrong = [each.results for each in found.values() if each.verdict is FAIL]
     assert len(wrong) == 1, wrong
+
+
+def test_the_overview_names_the_holder_of_a_lock(database, monkeypatch):
+    """The time of all checks together is limited there, and many of them wait for the lock."""
+    monkeypatch.setattr(postgresql_sessions, "STRONG_LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(watching, "_last", {})
+    with session("BEGIN", f"LOCK TABLE {QUEUE}, {LANE}, {LOG} IN ACCESS EXCLUSIVE MODE") as other:
+        holder = f"session {process_id(other)} "
+        found = watching.examined(Bus(store_for()))
+    (by_lock,) = [each for each in found.diagnoses if each.check.id == "EB054"]
+    assert holder in by_lock.results[0].summary, found
 
 
 @pytest.mark.parametrize("limited", ["DATABASE doctored", "ROLE postgres"])
