@@ -19,6 +19,7 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 
 from django_eventbus.counters.counting import ProcessCounters
 from django_eventbus.errors import failures
+from django_eventbus.logs import about
 from django_eventbus.models import PUBLISHING
 from django_eventbus.registry import registry
 from django_eventbus.store import Series, is_outage, store_for
@@ -80,7 +81,9 @@ def _write(using: str, counters: ProcessCounters) -> None:
             counters.write(store_for(using))
     except Exception as error:
         counters.postpone(RETRY_AFTER)
-        logger.warning("counters could not be written: %s", failures.in_a_line(error))
+        logger.warning(
+            "counters could not be written: %s", failures.in_a_line(error), extra=about()
+        )
         _close_if_lost(connection, error)
 
 

@@ -25,6 +25,7 @@ from prometheus_client.utils import floatToGoString
 from django_eventbus.conf import settings
 from django_eventbus.errors import failures
 from django_eventbus.integrations.metrics import COUNTER, METRICS, Durations, Metric, Values, read
+from django_eventbus.logs import about
 from django_eventbus.schema.histograms import BOUNDS
 from django_eventbus.store import is_outage, store_for
 
@@ -57,7 +58,9 @@ class EventBusCollector(Collector):
         try:
             return read(store)
         except Error as error:
-            logger.warning("metrics could not be read: %s", failures.in_a_line(error))
+            logger.warning(
+                "metrics could not be read: %s", failures.in_a_line(error), extra=about()
+            )
             if is_outage(error) and not store.connection.in_atomic_block:
                 # The session may be broken. The next scrape opens a new connection.
                 store.connection.close()

@@ -16,6 +16,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from django_eventbus.errors import failures
+from django_eventbus.logs import about
+
 logger = logging.getLogger(__name__)
 
 #: A new connection above this number closes the oldest connection, which waits for a slow client.
@@ -140,8 +143,10 @@ class HttpServer:
                 return await page(request)
         except TimeoutError:
             return text(503, f"The page was not complete after {RENDER_WITHIN:g} s.")
-        except Exception:
-            logger.exception("the page %s failed", request.path)
+        except Exception as error:
+            logger.error(
+                "the page %s failed: %s", request.path, failures.in_a_line(error), extra=about()
+            )
             return text(500, "The page failed. The log of the worker contains the error.")
 
 

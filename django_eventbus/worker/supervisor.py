@@ -14,7 +14,6 @@ import multiprocessing
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
@@ -29,7 +28,6 @@ from django_eventbus.conf import settings
 from django_eventbus.delivery import deadlines
 from django_eventbus.delivery.deadlines import Board
 from django_eventbus.delivery.kills import record_kill
-from django_eventbus.errors import failures
 from django_eventbus.errors.failpoints import reached
 from django_eventbus.errors.text import one_line
 from django_eventbus.models import EventWorker
@@ -38,6 +36,7 @@ from django_eventbus.store import Charge, is_outage, store_for, through_outage
 from django_eventbus.worker import process as child_module
 from django_eventbus.worker.child import TICK, Child
 from django_eventbus.worker.registration import WorkerOptions, new_registration
+from django_eventbus.worker.renewals import Renewals
 from django_eventbus.worker.worker import slots
 
 logger = logging.getLogger(__name__)
@@ -71,9 +70,7 @@ class Supervisor:
         self._signals = 0
         self._stop_sent = False
         self._stop_by = 0.0
-        self._evicted: set[uuid.UUID] = set()
-        self._renewer: threading.Thread | None = None
-        self._renewal_began = 0.0
+        self._renewals = Renewals(self.store, lambda: self.children, lambda: report(self))
         self._restarts = 0
         self._restart_times: list[float] = []
         #: The monotonic time of the last check of the processes.
@@ -93,7 +90,7 @@ class Supervisor:
         # From now on, this thread does not query the database. Other threads query it, with their
         # own connections.
         connections.close_all()
-        self._start_renewing()
+        self._renewals.start()
         for _ in range(self.processes):
             self._start()
         while self.children or self._restart_times:
@@ -101,9 +98,7 @@ class Supervisor:
             self._supervise_children()
             self._reap()
             self._restart_due()
-        renewer, self._renewer = self._renewer, None
-        if renewer:
-            renewer.join(TICK * 2)
+        self._renewals.stop()
         return self.exit_code
 
     def _install_signals(self) -> None:
@@ -164,7 +159,7 @@ class Supervisor:
         self._handle_stop_signals()
         self._enforce_deadlines()
         self._kill_lost_children()
-        self._watch_renewals()
+        self._renewals.watch()
 
     def _handle_stop_signals(self) -> None:
         """Stop the processes at the first signal; kill them at the second or after the timeout."""
@@ -304,7 +299,7 @@ class Supervisor:
         for each in self.children:
             if each.verdict:
                 continue
-            if each.registration.pk in self._evicted:
+            if each.registration.pk in self._renewals.evicted:
                 verdict = "another worker has removed the registration of this worker"
             elif each.outlived():
                 verdict = "the worker's registration could not be renewed in time"
@@ -319,56 +314,6 @@ class Supervisor:
                 extra=each.about(),
             )
             self._kill(each, verdict, Charge.INTERRUPTION)
-
-    def _start_renewing(self) -> None:
-        self._renewal_began = time.monotonic()
-        self._renewer = threading.Thread(
-            target=self._keep_registered, name="eventbus-renewal", daemon=True
-        )
-        self._renewer.start()
-
-    def _watch_renewals(self) -> None:
-        """Start another renewal thread, with another connection, if a renewal gets no reply."""
-        if time.monotonic() - self._renewal_began > settings.ABANDON_AFTER * 0.75 + TICK:
-            logger.warning(
-                "a renewal of the registrations got no reply; retrying with a new connection"
-            )
-            self._start_renewing()
-
-    def _keep_registered(self) -> None:
-        """Renew the registrations, in a separate thread.
-
-        If the database hangs, only this thread waits, and the supervisor can enforce deadlines.
-        """
-        due = time.monotonic()
-        try:
-            while self._renewer is threading.current_thread():
-                if time.monotonic() >= due:
-                    self._renewal_began = time.monotonic()
-                    due = self._renewal_began + settings.ABANDON_AFTER / 4
-                    self._renew()
-                self.report(self)
-                time.sleep(TICK)
-        finally:
-            connections.close_all()
-
-    def _renew(self) -> None:
-        sent = time.monotonic()
-        children = {each.registration.pk: each for each in self.children}
-        if not children:
-            return
-        try:
-            busy = {worker_id: len(each.board.running()) for worker_id, each in children.items()}
-            renewed = self.store.renew(children, busy=busy)
-        except Error as error:
-            logger.warning("could not renew the registrations: %s", failures.in_a_line(error))
-            self.store.connection.close()
-            return
-        for worker_id, child in children.items():
-            if worker_id in renewed:
-                child.renewed = max(child.renewed, sent)
-            else:
-                self._evicted.add(worker_id)
 
     def _through_outage(self, action: Callable[[], T]) -> T | Any:
         """Run the action, and retry it during a database outage.
