@@ -11,6 +11,7 @@ from django_eventbus.admin import (
     flow_control,
     lanes,
     overview,
+    replays,
     schedules,
     workers,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "flow_control",
     "lanes",
     "overview",
+    "replays",
     "schedules",
     "workers",
 ]

@@ -14,7 +14,7 @@ from django.urls import URLPattern, path, reverse
 from django.utils.text import capfirst
 
 from django_eventbus.admin.paging import CappedPaginator, IndexedChangeList
-from django_eventbus.admin.permissions import EDIT, PAUSE, PURGE, RETRY, VIEW_PAYLOAD, may
+from django_eventbus.admin.permissions import EDIT, PAUSE, PURGE, REPLAY, RETRY, VIEW_PAYLOAD, may
 from django_eventbus.conf import settings
 from django_eventbus.store import default_alias
 
@@ -89,6 +89,9 @@ class EventBusAdminMixin(Base):
 
     def has_pause_permission(self, request: HttpRequest) -> bool:
         return may(request, PAUSE)
+
+    def has_replay_permission(self, request: HttpRequest) -> bool:
+        return may(request, REPLAY)
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False

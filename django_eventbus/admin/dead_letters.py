@@ -35,10 +35,12 @@ from django_eventbus.admin.filters import (
     GroupFilter,
     HandlerFilter,
     QueueFilter,
+    ReplayFilter,
     number_range,
     time_range,
 )
 from django_eventbus.admin.payloads import MisplacedSecret, Redaction, as_text
+from django_eventbus.admin.replay_action import ReplayActionMixin, replay_events
 from django_eventbus.errors.failures import recorded
 from django_eventbus.errors.text import one_line
 from django_eventbus.exceptions import EventBusError
@@ -190,9 +192,9 @@ def edit(model_admin: Any, request: HttpRequest, rows: QuerySet[Any]) -> Any:
     return None
 
 
-class DeadEventAdminMixin(EventPageMixin, BulkMixin):
+class DeadEventAdminMixin(EventPageMixin, ReplayActionMixin, BulkMixin):
     bulk_actions = BULK_ACTIONS
-    actions = (edit,)
+    actions = (edit, replay_events)
     list_display = (
         "age",
         "shown_type",
@@ -214,7 +216,7 @@ class DeadEventAdminMixin(EventPageMixin, BulkMixin):
         "status",
     )
     ordering = ("-finished_at", "-id")
-    choice_filters = (DeadStatusFilter, QueueFilter, HandlerFilter, GroupFilter)
+    choice_filters = (DeadStatusFilter, QueueFilter, HandlerFilter, GroupFilter, ReplayFilter)
 
     def get_range_filters(self) -> list[Any]:
         return [

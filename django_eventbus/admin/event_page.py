@@ -6,6 +6,7 @@ to another table redirects to its current page.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -21,16 +22,24 @@ from django.utils.translation import ngettext
 
 from django_eventbus.admin.base import EventBusAdminMixin
 from django_eventbus.admin.payloads import Shown, shown
-from django_eventbus.admin.permissions import EDIT, PURGE, RETRY, VIEW_PAYLOAD, may
-from django_eventbus.admin.related_events import MOST_RELATED, RelatedEvent, related_events
+from django_eventbus.admin.permissions import EDIT, PURGE, REPLAY, RETRY, VIEW_PAYLOAD, may
+from django_eventbus.admin.related_events import (
+    MOST_RELATED,
+    RelatedEvent,
+    RelatedReplay,
+    related_events,
+    replay_link,
+    replays_of,
+)
 from django_eventbus.admin.statuses import executor_of, is_handed_off, next_attempt, status_of
 from django_eventbus.admin.timeline import Timeline, TimelineEntry, stored_time
 from django_eventbus.errors.text import one_line
 from django_eventbus.internals.django import redirect_for_missing_object
 from django_eventbus.models import LogStatus, QueuedEvent, QueuedStatus
 from django_eventbus.outcomes.endings import CRASHED
-from django_eventbus.registry import registry
+from django_eventbus.registry import HandlersOfType, registry
 from django_eventbus.schema import deliveries
+from django_eventbus.schema.names import OWN_TYPES
 from django_eventbus.store import store_for
 
 MOST_DIGITS = 19
@@ -111,6 +120,7 @@ class EventPage:
         self.site = site
         self.is_queued = isinstance(event, QueuedEvent)
         self.is_dead = not self.is_queued and event.status != LogStatus.COMPLETED
+        self.is_copy = event.replay_of is not None
         self.type = one_line(event.type)
 
     # -- actions
@@ -126,6 +136,11 @@ class EventPage:
     @property
     def may_purge(self) -> bool:
         return self.is_dead and may(self.request, PURGE)
+
+    @property
+    def may_replay(self) -> bool:
+        is_own = self.event.type.startswith(OWN_TYPES)
+        return not self.is_queued and not is_own and may(self.request, REPLAY)
 
     @property
     def is_waiting(self) -> bool:
@@ -153,6 +168,8 @@ class EventPage:
         yield _("Key"), one_line(event.key) if event.key is not None else _("none")
         yield _("Priority"), event.priority
         yield _("Version"), event.version
+        if event.only_handler:
+            yield _("Only for the handler"), one_line(event.only_handler)
         if event.history:
             yield _("Life"), event.life
         yield _("Attempts"), event.attempts
@@ -202,10 +219,15 @@ class EventPage:
         known = [_delivery(name, state, self.event) for name, state in states.items()]
         if not self.is_queued:
             return known
-        others = registry.handlers_for(self.event.type).names - states.keys()
+        others = self._handlers().names - states.keys()
         return known + [
             Delivery(handler=name, state=_("not tried yet"), failures=0) for name in sorted(others)
         ]
+
+    def _handlers(self) -> HandlersOfType:
+        """Return the registered handlers that receive the event."""
+        found = registry.handlers_for(self.event.type)
+        return found.for_replay(self.event.only_handler) if self.is_copy else found
 
     @property
     def has_due(self) -> bool:
@@ -219,7 +241,7 @@ class EventPage:
         if self.event.history:
             text = _("Every handler succeeded at the first attempt of life %(life)s.")
             return text % {"life": self.event.life}
-        names = sorted(registry.handlers_for(self.event.type).names)
+        names = sorted(self._handlers().names)
         if not names:
             return _("Every handler succeeded at the first attempt.")
         text = _(
@@ -264,14 +286,39 @@ class EventPage:
     def cause(self) -> RelatedEvent | None:
         if self.event.caused_by is None:
             return None
-        causes = self._related(Q(event_id=self.event.caused_by))
+        return self._event_with(self.event.caused_by)
+
+    @cached_property
+    def original(self) -> RelatedEvent | None:
+        """The event of which this event is a copy."""
+        return self._event_with(self.event.replay_of) if self.is_copy else None
+
+    @property
+    def replay(self) -> str:
+        """The link to the replay that made this copy."""
+        return replay_link(self.event.replay_id, self.request, self.site)
+
+    @cached_property
+    def replays(self) -> list[RelatedReplay]:
+        """The replays of an original event. The page shows the newest MOST_RELATED replays."""
+        return [] if self.is_copy else replays_of(self.event, self.request, self.site)
+
+    @property
+    def replays_shown(self) -> list[RelatedReplay]:
+        return self.replays[:MOST_RELATED]
+
+    @property
+    def has_more_replays(self) -> bool:
+        return len(self.replays) > MOST_RELATED
+
+    def _event_with(self, event_id: uuid.UUID) -> RelatedEvent:
         unknown = RelatedEvent(
-            event_id=self.event.caused_by,
+            event_id=event_id,
             type=_("an event that was deleted or that you may not view"),
             status="",
             url="",
         )
-        return causes[0] if causes else unknown
+        return next(iter(self._related(Q(event_id=event_id))), unknown)
 
     @cached_property
     def effects(self) -> list[RelatedEvent]:

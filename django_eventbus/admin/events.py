@@ -30,12 +30,14 @@ from django_eventbus.admin.filters import (
     QueuedStatusFilter,
     QueueFilter,
     ReadableRange,
+    ReplayFilter,
     StatusFilter,
     number_range,
     time_range,
 )
-from django_eventbus.admin.lists import EventChangeList, EventListMixin, event_id_in
+from django_eventbus.admin.lists import EventChangeList, event_id_in
 from django_eventbus.admin.paging import grouped
+from django_eventbus.admin.replay_action import ReplayActionMixin, replay_events
 from django_eventbus.admin.statuses import next_attempt
 from django_eventbus.conf import settings
 from django_eventbus.models import EventLog, QueuedEvent
@@ -107,7 +109,7 @@ class QueuedEventAdminMixin(EventPageMixin, BulkMixin):
     )
     ordering = ("-id",)
     sortable_by = ()
-    choice_filters = (QueuedStatusFilter, QueueFilter, HandedOffFilter)
+    choice_filters = (QueuedStatusFilter, QueueFilter, HandedOffFilter, ReplayFilter)
 
     def get_range_filters(self) -> list[Any]:
         return [
@@ -153,7 +155,8 @@ class LogChangeList(EventChangeList):
     The log has no index on the type, because every completed event would need an index entry, and
     events of a frequent type are found among the newest events. The list compares the search text
     with types only if no event has this text as its key. So the same search may find rows by key
-    today and by type tomorrow; this is safe, because the log has no bulk actions.
+    today and by type tomorrow; this is safe, because an action of the log stores the ids of the
+    rows before its confirmation page is shown.
     """
 
     is_by_type = False
@@ -203,7 +206,8 @@ class LogChangeList(EventChangeList):
         return [text % {"number": grouped(MOST_SEARCHED)}]
 
 
-class EventLogAdminMixin(EventPageMixin, EventListMixin):
+class EventLogAdminMixin(EventPageMixin, ReplayActionMixin):
+    actions = (replay_events,)
     change_list_template = "admin/django_eventbus/event_list.html"
     list_display = ("age", "shown_type", "shown_key", "shown_queue", "shown_status", "attempts")
     list_display_links = ("shown_type",)

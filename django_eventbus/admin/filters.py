@@ -24,6 +24,9 @@ from django_eventbus.internals import rangefilter
 from django_eventbus.models import DEAD_STATUSES, LogStatus, QueuedStatus
 from django_eventbus.registry import registry
 
+#: The number of digits that every 64-bit integer column can store.
+MOST_DIGITS = 18
+
 if TYPE_CHECKING:
     Range = admin.FieldListFilter
 else:
@@ -137,6 +140,24 @@ class GroupFilter(ChoiceFilter):
             if handler
             else error
         )
+
+
+class ReplayFilter(ChoiceFilter):
+    """A filter of the copies of a replay. The page of the replay sets its value."""
+
+    title = _("replay")
+    parameter_name, column = "replay", "replay_id"
+
+    def known(self) -> Sequence[tuple[str, Any]]:
+        return []
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        asked = self.value()
+        if asked is None:
+            return queryset
+        # A text that is not an id, or an id that no column can store, matches no rows.
+        is_id = asked.isascii() and asked.isdecimal() and len(asked) <= MOST_DIGITS
+        return queryset.filter(replay_id=int(asked)) if is_id else queryset.none()
 
 
 class ReadableRange(Range):

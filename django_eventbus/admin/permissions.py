@@ -12,6 +12,7 @@ RETRY = "django_eventbus.retry_deadevent"
 EDIT = "django_eventbus.edit_deadevent"
 PURGE = "django_eventbus.purge_deadevent"
 PAUSE = "django_eventbus.pause_flowcontrol"
+REPLAY = "django_eventbus.start_eventreplay"
 VIEW_PAYLOAD = "django_eventbus.view_payload_eventlog"
 
 

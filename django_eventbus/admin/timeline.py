@@ -47,10 +47,12 @@ class Timeline:
     def __init__(self, event: Any, *, with_payloads: bool) -> None:
         self.event = event
         self.is_queued = isinstance(event, QueuedEvent)
+        self.is_copy = event.replay_of is not None
         self._edits = (event.edits or []) if with_payloads else []
 
     def entries(self) -> list[TimelineEntry]:
         between = [
+            *self._copied(),
             *self._hidden_attempts(),
             *self._due(),
             *self._admin_actions(),
@@ -65,7 +67,17 @@ class Timeline:
 
     def _published(self) -> TimelineEntry:
         by = {"producer": one_line(self.event.producer)}
-        return TimelineEntry(at=self.event.created_at, text=_("Published by %(producer)s") % by)
+        text = _("Published by %(producer)s")
+        if self.is_copy:
+            text = _("Original event published by %(producer)s")
+        return TimelineEntry(at=self.event.created_at, text=text % by)
+
+    def _copied(self) -> Iterator[TimelineEntry]:
+        """Yield the replay that made this copy. A retry of the copy overwrites its time."""
+        if self.is_copy:
+            text = _("Copied into the queue by replay %(id)s") % {"id": self.event.replay_id}
+            at = None if self.event.history else self._due_at
+            yield TimelineEntry(at=at, text=text)
 
     @property
     def _due_at(self) -> datetime:
@@ -74,6 +86,8 @@ class Timeline:
 
     def _due(self) -> Iterator[TimelineEntry]:
         """Yield the due time, unless the event ended earlier, for example by a cancellation."""
+        if self.is_copy and not self.event.history:
+            return  # The due time is the time of the copy.
         end = None if self.is_queued else self.event.finished_at
         if self._due_at > self.event.created_at and (end is None or self._due_at <= end):
             yield TimelineEntry(at=self._due_at, text=_("Due"))

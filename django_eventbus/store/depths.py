@@ -139,6 +139,18 @@ class Depths(Rows):
         each = [(str(pk), self._between(rows, "held_by", pk)) for pk in ids for rows in kinds]
         return self._count_each(each, at_most)
 
+    def waiting_copies_by_replay(self, ids: Collection[int], *, at_most: int) -> dict[str, int]:
+        """Return the number of copies of each replay in the queue, by its id as a text."""
+        rows = self.queued.order_by("replay_id", "id")
+        each = [(str(pk), self._between(rows, "replay_id", pk)) for pk in ids]
+        return self._count_each(each, at_most)
+
+    def dead_copies_by_replay(self, ids: Collection[int], *, at_most: int) -> dict[str, int]:
+        """Return the number of dead copies of each replay, by its id as a text."""
+        rows = self.dead.order_by("replay_id", "status")
+        each = [(str(pk), self._between(rows, "replay_id", pk)) for pk in ids]
+        return self._count_each(each, at_most)
+
     @staticmethod
     def _between(rows: QuerySet[Any], column: str, value: Any) -> QuerySet[Any]:
         """Return the rows with this value, by a range.

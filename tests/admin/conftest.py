@@ -14,6 +14,7 @@ MODELS = (
     "eventworker",
     "flowcontrol",
     "eventschedule",
+    "eventreplay",
     "minutestatistics",
 )
 VIEW = tuple(f"view_{model}" for model in MODELS)
@@ -26,6 +27,7 @@ ROLES = {
     "editor": (*VIEW, "edit_deadevent", "view_payload_eventlog"),
     "purger": (*VIEW, "purge_deadevent"),
     "pauser": (*VIEW, "pause_flowcontrol"),
+    "replayer": (*VIEW, "start_eventreplay"),
     "planner": (*VIEW, "add_eventschedule", "change_eventschedule", "delete_eventschedule"),
     "chief": None,
 }

@@ -235,6 +235,7 @@ def test_a_range_includes_its_last_second(chief, settings):
         "eventlane",
         "flowcontrol",
         "eventworker",
+        "eventreplay",
     ],
 )
 def test_the_url_cannot_select_a_column(chief, query, name):

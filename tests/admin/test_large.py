@@ -113,9 +113,12 @@ LISTS = (
     ("queuedevent_changelist", "?p=20"),
     ("queuedevent_changelist", "?status=PENDING"),
     ("queuedevent_changelist", "?handed_off_to=shop.mail"),
+    ("queuedevent_changelist", "?replay=7"),
     ("eventlane_changelist", ""),
     ("eventlane_changelist", "?p=20"),
     ("eventlane_changelist", "?state=blocked"),
+    ("eventreplay_changelist", ""),
+    ("eventreplay_changelist", "?state=COPIED"),
     ("minutestatistics_changelist", ""),
 )
 

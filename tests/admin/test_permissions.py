@@ -14,12 +14,13 @@ from django.contrib.auth.models import User
 from django.db import connection, transaction
 from django.test import Client
 
-from django_eventbus import pauses, publish, queued
+from django_eventbus import handler, pauses, publish, queued
 from django_eventbus.admin.dead_letters import DeadEventAdminMixin
 from django_eventbus.models import (
     DeadEvent,
     EventLane,
     EventLog,
+    EventReplay,
     EventSchedule,
     EventWorker,
     FlowControl,
@@ -47,6 +48,8 @@ CHANGED = [
     ("deadevent_changelist", {"action": "retry_later"}, {"retrier", "chief"}),
     ("deadevent_changelist", {"action": "purge"}, {"purger", "chief"}),
     ("deadevent_changelist", {"action": "edit"}, {"editor", "chief"}),
+    ("deadevent_changelist", {"action": "replay_events"}, {"replayer", "chief"}),
+    ("deadevent_replay", {"confirmation": "?"}, {"replayer", "chief"}),
     ("deadevent_add", {}, set()),
     ("deadevent_change", {"type": "forged"}, set()),
     ("deadevent_delete", {"post": "yes"}, set()),
@@ -56,6 +59,8 @@ CHANGED = [
     ("deadevent_bulk:retry", {"run": "?"}, {"retrier", "chief"}),
     ("deadevent_bulk:retry_later", {"run": "?", "per_minute": "1"}, {"retrier", "chief"}),
     ("deadevent_bulk:purge", {"run": "?"}, {"purger", "chief"}),
+    ("eventlog_changelist", {"action": "replay_events"}, {"replayer", "chief"}),
+    ("eventlog_replay", {"confirmation": "?"}, {"replayer", "chief"}),
     ("eventlog_add", {}, set()),
     ("eventlog_change", {"type": "forged"}, set()),
     ("eventlog_delete", {"post": "yes"}, set()),
@@ -82,6 +87,11 @@ CHANGED = [
     ("flowcontrol_add", {}, set()),
     ("flowcontrol_change", {"name": "forged"}, set()),
     ("flowcontrol_delete", {"post": "yes"}, set()),
+    ("eventreplay_changelist", {"action": "cancel"}, {"replayer", "chief"}),
+    ("eventreplay_changelist", {"action": "cancel", "confirmed": "yes"}, {"replayer", "chief"}),
+    ("eventreplay_add", {}, set()),
+    ("eventreplay_change", {"handler": "forged"}, set()),
+    ("eventreplay_delete", {"post": "yes"}, set()),
     ("eventschedule_changelist", {"action": "enable"}, {"planner", "chief"}),
     ("eventschedule_changelist", {"action": "disable"}, {"planner", "chief"}),
     ("eventschedule_changelist", {"action": "run_now"}, {"planner", "chief"}),
@@ -108,7 +118,7 @@ SEEN = [
     ("queuedevent_bulk:cancel", {"purger", "chief"}),
     *(
         (f"{model}_{view}", EVERYBODY)
-        for model in ("eventlane", "eventworker", "flowcontrol", "eventschedule")
+        for model in ("eventlane", "eventworker", "flowcontrol", "eventschedule", "eventreplay")
         for view in ("changelist", "change", "history")
     ),
     ("flowcontrol_pause", {"pauser", "chief"}),
@@ -128,7 +138,9 @@ def rows():
     now = store_for().read_clock()
     ours = {"namespace": "default"}
     pauses.pause(type="mail.*")
+    handler("order.placed", name="shop.mail")(lambda event: None)
     return {
+        "eventreplay": EventReplay.objects.create(type="order.*", until=now, total=1),
         "deadevent": letter,
         "eventlog": letter,
         "queuedevent": waiting,
@@ -154,7 +166,8 @@ def address(name, rows):
 
 def everything():
     """All rows that an action could change."""
-    models = (QueuedEvent, EventLog, EventLane, EventWorker, FlowControl, EventSchedule, LogEntry)
+    models = (QueuedEvent, EventLog, EventLane, EventWorker, FlowControl, EventSchedule)
+    models += (EventReplay, LogEntry)
     return [list(model.objects.order_by("pk").values()) for model in models]
 
 
@@ -190,6 +203,10 @@ def forge(client, role, rows, name, data, allowed):
         data = {**data, "before": client.get(place).context["form"].initial["before"]}
     if "run" in data and role in allowed:
         data = {**data, "run": client.get(place).context["token"]}
+    if "confirmation" in data and role in allowed:
+        chosen = {"action": "replay_events", "_selected_action": [rows[model].pk]}
+        asked = client.post(url(f"{model}_changelist"), chosen)
+        data = {**data, "confirmation": asked.context["token"]}
     before = everything()
     response = client.post(place, data)
     if role in allowed:
