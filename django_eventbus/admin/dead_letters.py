@@ -39,6 +39,7 @@ from django_eventbus.admin.filters import (
     number_range,
     time_range,
 )
+from django_eventbus.admin.lists import EventChangeList
 from django_eventbus.admin.payloads import MisplacedSecret, Redaction, as_text
 from django_eventbus.admin.replay_action import ReplayActionMixin, replay_events
 from django_eventbus.errors.failures import recorded
@@ -192,6 +193,13 @@ def edit(model_admin: Any, request: HttpRequest, rows: QuerySet[Any]) -> Any:
     return None
 
 
+class DeadEventChangeList(EventChangeList):
+    @property
+    def may_sort(self) -> bool:
+        """Also sort the dead copies of a replay, whose index has another order than the list."""
+        return super().may_sort or ReplayFilter.parameter_name in self.params
+
+
 class DeadEventAdminMixin(EventPageMixin, ReplayActionMixin, BulkMixin):
     bulk_actions = BULK_ACTIONS
     actions = (edit, replay_events)
@@ -223,6 +231,9 @@ class DeadEventAdminMixin(EventPageMixin, ReplayActionMixin, BulkMixin):
             ("finished_at", time_range(gettext_lazy("time of failure"))),
             ("attempts", number_range(gettext_lazy("attempts"))),
         ]
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[EventChangeList]:
+        return DeadEventChangeList
 
     @admin.display(description=gettext_lazy("handler"))
     def shown_handler(self, event: DeadEvent) -> str:

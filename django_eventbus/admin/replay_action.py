@@ -282,7 +282,7 @@ def _start_once(request: HttpRequest, options: dict[str, Any]) -> tuple[EventRep
     if not replay.prepare(**options).total:
         raise EventBusError(_("The events have changed or were deleted. Select them again."))
     started = replay.start(**options)
-    what = _("started: %(count)s events, handler: %(handler)s") % {
+    what = _("started; events: %(count)s; handler: %(handler)s") % {
         "count": started.total,
         "handler": started.handler or _("All handlers"),
     }

@@ -123,7 +123,8 @@ class ReplayMixin(RowActionsMixin):
         text = ", ".join(ids[:SHOWN_IDS])
         more = len(ids) - SHOWN_IDS
         if more > 0:
-            text += ngettext(" and %(count)s more", " and %(count)s more", more) % {"count": more}
+            rest = ngettext("and %(count)s more", "and %(count)s more", more)
+            text += f" {rest % {'count': more}}"
         return text
 
     @admin.display(description=gettext_lazy("handler"))

@@ -6,9 +6,10 @@ import uuid
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
 
 from django_eventbus import dead_letters
-from django_eventbus.models import DeadEvent
+from django_eventbus.models import DeadEvent, EventReplay
 from tests.admin.conftest import url
 from tests.plans import TABLES, explaining, make_tables_as_new
 
@@ -117,8 +118,6 @@ LISTS = (
     ("eventlane_changelist", ""),
     ("eventlane_changelist", "?p=20"),
     ("eventlane_changelist", "?state=blocked"),
-    ("eventreplay_changelist", ""),
-    ("eventreplay_changelist", "?state=COPIED"),
     ("minutestatistics_changelist", ""),
 )
 
@@ -155,6 +154,25 @@ def test_the_effects_of_an_event_are_found_by_their_cause(chief, statistics):
     assert len(effects) == 3
     for plan in effects:
         assert re.search("eventbus_(log_)?caused", plan), plan
+
+
+def test_the_copies_of_replays_are_found_by_indexes(chief, statistics):
+    until = timezone.now()
+    for _ in range(3):
+        row = EventReplay.objects.create(type="*", until=until)
+    for table in (QUEUE, LOG):
+        run(f"UPDATE {table} SET replay_id = %s WHERE id <= 20", [row.pk])
+    with explaining() as plans:
+        page = chief.get(url("eventreplay_changelist"))
+    newest = page.context["cl"].result_list[0].progress_shown
+    assert (newest.waiting, newest.dead) == (20, 10)
+    assert len(plans) == 2
+    for (sql, plan), index in zip(plans, ("replayed", "log_replayed"), strict=True):
+        assert f"eventbus_{index}" in plan, f"{sql}\n{plan}"
+    with explaining() as plans:
+        page = chief.get(url("deadevent_changelist", query=f"?replay={row.pk}"))
+    assert len(page.context["cl"].result_list) == 10
+    assert_no_table_is_read(plans)
 
 
 def test_a_search_of_the_log_uses_the_index_of_its_keys(chief, statistics):

@@ -20,6 +20,7 @@ PAGES = {
     "workers": ("django_eventbus_eventworker_changelist",),
     "schedules": ("django_eventbus_eventschedule_changelist",),
     "flow control": ("django_eventbus_flowcontrol_changelist",),
+    "replays": ("django_eventbus_eventreplay_changelist",),
     "pause": ("django_eventbus_flowcontrol_pause",),
 }
 OF_A_LETTER = {
