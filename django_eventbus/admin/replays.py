@@ -25,7 +25,7 @@ from django_eventbus.admin.permissions import page_for
 from django_eventbus.admin.row_actions import MOST_AT_ONCE, RowActionsMixin
 from django_eventbus.errors.text import one_line
 from django_eventbus.models import DeadEvent, EventReplay, QueuedEvent, ReplayState
-from django_eventbus.replay import Progress
+from django_eventbus.replay import ReplayStatus
 from django_eventbus.store import default_alias, store_for
 
 SHOWN_ON_CONFIRMATION = 20
@@ -241,8 +241,8 @@ class Cancellation:
             return True
 
 
-def progress_of(row: EventReplay) -> Progress:
-    found: Progress = row.progress_shown  # type: ignore[attr-defined]
+def progress_of(row: EventReplay) -> ReplayStatus:
+    found: ReplayStatus = row.progress_shown  # type: ignore[attr-defined]
     return found
 
 
@@ -258,7 +258,7 @@ def _add_progress(rows: Sequence[Any], request: HttpRequest, site: AdminSite) ->
         dead = store.dead_copies_by_replay(ids, at_most=MOST_COUNTED + 1)
     urls = {name: _list_url(model, request, site) for name, model in LISTS.items()}
     for row in rows:
-        row.progress_shown = Progress(
+        row.progress_shown = ReplayStatus(
             state=ReplayState(row.state),
             total=row.total,
             copied=row.copied,
