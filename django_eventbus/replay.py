@@ -18,6 +18,7 @@ from django_eventbus.conf import settings
 from django_eventbus.errors.suggestions import check_queue, did_you_mean
 from django_eventbus.events import Envelope
 from django_eventbus.exceptions import EventBusError
+from django_eventbus.flow.fleet import known_here
 from django_eventbus.models import ACTIVE_STATES, EventLog, EventReplay, ReplayState
 from django_eventbus.publishing.publisher import publish
 from django_eventbus.publishing.wakeup import wake_on_commit
@@ -100,7 +101,8 @@ def start(**options: Unpack[Options]) -> EventReplay:
     events (``event_id``), and ``status`` as in ``retention.purge()``, such as ``"completed"`` or
     ``"dead"``. At least one filter is required; ``type="*"`` selects all events.
 
-    With ``handler``, only this handler receives the copies. Otherwise all handlers of the event
+    With ``handler``, only events that this handler handles are selected, and only this handler
+    receives the copies. Otherwise all handlers of the event
     receive them, except handlers with ``replay=False``. Copies go to the queue of their original
     event, or to ``queue``. ``rate`` is the largest number of copies per second. ``by`` is the name
     of the operator.
@@ -129,11 +131,12 @@ def prepare(
     replay = _selecting(store, **selection)
     if handler is not None:
         _check_handler(handler, replay.type)
+        replay.handler, replay.handler_types = handler, _types_of(handler)
     if queue is not None:
         check_queue(queue)
     if rate is not None and not 0 < rate < float("inf"):
         raise EventBusError(f"rate must be more than 0 events per second, not {rate!r}")
-    replay.handler, replay.queue, replay.rate = handler or "", queue or "", rate
+    replay.queue, replay.rate = queue or "", rate
     replay.created_by = by[:MAX_NAME_LENGTH]
     replay.total = store.selected(replay).count()
     return replay
@@ -183,6 +186,12 @@ def _check_handler(name: str, type_name: str) -> None:
         raise EventBusError(f"{name} does not handle events of the type {type_name!r}")
 
 
+def _types_of(handler: str) -> builtins.list[str]:
+    """Return the event types of a handler. A pattern is cut after its first ``*``."""
+    patterns = known_here()[handler]
+    return sorted({start + star for start, star, _ in (each.partition("*") for each in patterns)})
+
+
 def _ids(event: Any) -> builtins.list[str]:
     many = [event] if isinstance(event, EventLog | uuid.UUID) else builtins.list(event)
     if len(many) > MOST_EVENT_IDS:
@@ -219,20 +228,24 @@ def cancel(
 ) -> bool:
     """Stop a replay, and delete its copies that no worker is handling.
 
-    Returns False if all copies have ended already. Copies that were handled are not undone.
+    Returns False if the replay has ended: all its copies were handled, or it was cancelled before.
+    What handlers have done is not undone.
     """
     store = store_for(using)
     replay_id = replay.pk if isinstance(replay, EventReplay) else replay
     with store.atomic():
         row = store.lock_replay(replay_id)
-        if row is not None:
+        has_copies = store.waiting_copies(replay_id, at_most=1) > 0
+        if row is None or not (row.is_active or has_copies):
+            return False
+        if row.state != ReplayState.CANCELLED:
             row.state, row.finished_at = ReplayState.CANCELLED, store.read_clock()
             store.save_replay(row, "state", "finished_at")
     deleted = 0
     while chunk := store.delete_copies(replay_id, limit=DELETE_CHUNK):
         deleted += chunk
         report(deleted)
-    return row is not None or deleted > 0
+    return True
 
 
 # -- the steps
@@ -246,8 +259,8 @@ def take_step(event: Envelope[Any]) -> None:
     """Copy the next events of a replay, and publish the next step in the same transaction."""
     store = store_for(event.using)
     replay = store.lock_replay(event.payload["replay"])
-    if replay is None:
-        return  # The replay was cancelled or deleted.
+    if replay is None or not replay.is_active:
+        return  # The replay was deleted or cancelled.
     if replay.state == ReplayState.STARTING and _has_late_writers(store, replay):
         _publish_step(replay, store, delay=WAIT_FOR_WRITERS)
         return

@@ -175,14 +175,17 @@ def _drain_until(until: timedelta | datetime, options: WorkerOptions) -> Tally:
     end = until if isinstance(until, datetime) else clock() + until
     store = store_for(options.using, clock=clock)
     tally = Tally()
+    was_stuck = False
     while True:
         done = run_here(options, clock=clock, assignment=EVERY_HANDLER)
         tally.add(done)
         now = clock()
         wait = store.next_due(options.queues)
-        stuck = not (wait or done.handled or done.postponed)
-        if wait is None or stuck or now + timedelta(seconds=wait) > end:
+        # An event may have become due after the worker looked, so only the second time counts.
+        is_stuck = not (wait or done.handled or done.postponed)
+        if wait is None or (is_stuck and was_stuck) or now + timedelta(seconds=wait) > end:
             return tally
+        was_stuck = is_stuck
         if options.max_events and tally.handled + tally.postponed >= options.max_events:
             return tally
         clock.put_forward(wait + A_LITTLE_LATE)

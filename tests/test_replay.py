@@ -240,7 +240,7 @@ def test_a_cancelled_replay_copies_no_further_event_and_deletes_its_waiting_copi
     drain(until=timedelta(minutes=1))
     assert seen == []
     progress = replay.status(started)
-    assert (progress.state, progress.copied, progress.waiting) == (ReplayState.CANCELLED, 4, 0)
+    assert (progress.state, progress.handled, progress.waiting) == (ReplayState.CANCELLED, 0, 0)
     assert progress.is_over
     assert not replay.cancel(started)
 
@@ -330,3 +330,39 @@ def test_single_events_can_be_replayed():
     seen.clear()
     replay_all(type="", event_id=[events[0].event_id, events[2].event_id])
     assert sorted(each.payload for each in seen) == [0, 2]
+
+
+def test_a_replay_that_has_copied_all_events_can_be_cancelled():
+    seen = handled()
+    publish("order.placed")
+    drain()
+    started = replay.start(type="order.*")
+    replay.take_step(step_of(started))
+    assert replay.status(started).state == ReplayState.COPIED
+    assert replay.cancel(started)
+    assert replay.status(started).state == ReplayState.CANCELLED
+    assert replay.status(started).handled == 0
+    drain(until=timedelta(minutes=1))
+    assert len(seen) == 1
+
+
+def test_only_events_that_the_handler_handles_are_selected():
+    handled("orders")
+    handled("pairs", "pair.*.done")
+    for type_name in ("order.placed", "pair.a.done", "pair.a.begun", "mail.sent"):
+        publish(type_name, type_name)
+    handled("rest", "*")
+    drain()
+    assert replay.prepare(type="*", handler="orders").total == 1
+    assert replay.prepare(type="*", handler="pairs").total == 2
+
+
+def test_a_copy_that_its_only_handler_does_not_handle_ends_at_once():
+    """The selection ends a pattern after its first ``*``, so it may contain other types."""
+    pairs = handled("pairs", "pair.*.done")
+    handled("rest", "pair.*")
+    publish("pair.a.begun")
+    drain()
+    replay_all(type="pair.*", handler="pairs")
+    assert pairs == []
+    assert EventLog.objects.get(replay_id__isnull=False).status == "COMPLETED"

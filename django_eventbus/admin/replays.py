@@ -146,16 +146,12 @@ class ReplayMixin(RowActionsMixin):
     def progress(self, row: EventReplay) -> str:
         done = progress_of(row)
         total = max(done.total, done.copied)
-        # The copies that a cancellation deleted were not handled, so they are not counted as such.
-        is_cancelled = done.state == ReplayState.CANCELLED
-        count = done.copied if is_cancelled else done.handled
-        text = _("%(count)s of %(total)s copied") if is_cancelled else _("%(count)s of %(total)s")
         return format_html(
             '<progress class="eventbus-bar" max="{}" value="{}" aria-label="{}"></progress> {}',
             max(total, 1),
-            count,
+            done.handled,
             _("Progress"),
-            text % {"count": grouped(count), "total": grouped(total)},
+            _("%(count)s of %(total)s") % {"count": grouped(done.handled), "total": grouped(total)},
         )
 
     @admin.display(description=gettext_lazy("waiting copies"))

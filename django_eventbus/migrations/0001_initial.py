@@ -458,6 +458,7 @@ class Migration(migrations.Migration):
                     ),
                 ),
                 ("handler", models.CharField(default="", max_length=200, verbose_name="handler")),
+                ("handler_types", models.JSONField(null=True)),
                 ("queue", models.CharField(default="", max_length=64, verbose_name="queue")),
                 ("rate", models.FloatField(null=True, verbose_name="events per second")),
                 (

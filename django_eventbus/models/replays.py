@@ -45,6 +45,8 @@ class EventReplay(models.Model):
     event_ids = models.JSONField(_("event ids"), null=True, encoder=DjangoJSONEncoder)
     # The only handler that receives the copies; empty for all handlers.
     handler = models.CharField(_("handler"), max_length=MAX_NAME_LENGTH, default="")
+    # The event types that ``handler`` receives; each may end in "*". NULL without a handler.
+    handler_types = models.JSONField(null=True)
     # The queue of the copies; empty for the queue of each original event.
     queue = models.CharField(_("queue"), max_length=64, default="")
     rate = models.FloatField(_("events per second"), null=True)

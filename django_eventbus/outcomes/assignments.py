@@ -35,9 +35,16 @@ def handlers_of(event: ClaimedEvent) -> HandlersOfType:
     return found if event.replay_of is None else found.for_replay(event.only_handler)
 
 
-def all_refuse_replays(event: ClaimedEvent) -> bool:
-    """Return whether the event is a copy, and all its handlers are declared with replay=False."""
-    if event.replay_of is None or event.only_handler is not None:
+def no_handler_receives(event: ClaimedEvent) -> bool:
+    """Return whether the event is a copy that none of its handlers receives.
+
+    All of them are declared with replay=False, or the only handler of the copy does not handle
+    events of this type.
+    """
+    if event.replay_of is None:
         return False
+    if event.only_handler is not None:
+        only = registry.get(event.only_handler)
+        return only is not None and not (only.replay and only.handles(event.type))
     every = registry.handlers_for(event.type).all
     return bool(every) and not any(each.replay for each in every)

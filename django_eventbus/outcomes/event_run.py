@@ -19,8 +19,8 @@ from django_eventbus.models import LogStatus
 from django_eventbus.outcomes.assignments import (
     EVERY_HANDLER,
     Assignment,
-    all_refuse_replays,
     handlers_of,
+    no_handler_receives,
 )
 from django_eventbus.outcomes.endings import blocked_lane, status_of
 from django_eventbus.outcomes.stored import errors_of, identity_of, states_of
@@ -219,7 +219,7 @@ class EventRun:
             return []
         known = handlers_of(self.event).names
         if not known and not self.states:
-            if all_refuse_replays(self.event):
+            if no_handler_receives(self.event):
                 return []
             return [] if held else [NO_HANDLER]
         missing = (name for name in self.states if name not in known and name not in held)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from datetime import datetime
+from functools import reduce
+from operator import or_
 from typing import Any
 
 from django.db.models import (
@@ -56,9 +58,8 @@ class Replaying(Operating):
         replay.save(using=self.using, force_insert=True)
 
     def lock_replay(self, replay_id: int) -> EventReplay | None:
-        """Lock an active replay in the caller's transaction; None if it has ended."""
-        active = self.replays.filter(pk=replay_id, finished_at__isnull=True)
-        return self.waiting_lock(active).first()
+        """Lock a replay in the caller's transaction; return None if it does not exist."""
+        return self.waiting_lock(self.replays.filter(pk=replay_id)).first()
 
     def save_replay(self, replay: EventReplay, *columns: str) -> None:
         replay.save(using=self.using, update_fields=columns)
@@ -78,6 +79,9 @@ class Replaying(Operating):
             rows = rows.filter(event_id__in=replay.event_ids)
         if replay.key:
             rows = rows.filter(key=replay.key)
+        if replay.handler_types is not None:
+            of_handler = (self._of_type(each) for each in replay.handler_types)
+            rows = rows.filter(reduce(or_, of_handler))
         return rows.filter(self._of_type(replay.type), _of_status(replay.status))
 
     def _of_type(self, pattern: str) -> Q:
@@ -155,13 +159,14 @@ class Replaying(Operating):
     def delete_copies(self, replay_id: int, *, limit: int) -> int:
         """Delete copies that no worker is handling; return how many.
 
-        The original events are in the log, so nothing is lost. A lane without events is deleted by
-        the next worker that claims it.
+        The original events are in the log, so nothing is lost. Deleted copies do not count as
+        copied. A lane without events is deleted by the next worker that claims it.
         """
         with self.atomic():
             idle = self._copies(replay_id).filter(status=QueuedStatus.PENDING)
             ids = list(self.locked(idle).values_list("id", flat=True)[:limit])
             deleted, _ = self.queued.filter(id__in=ids, status=QueuedStatus.PENDING).delete()
+            self.replays.filter(pk=replay_id).update(copied=F("copied") - deleted)
         return deleted
 
     def late_writers(self, until: datetime) -> set[str]:
