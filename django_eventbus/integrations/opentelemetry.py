@@ -33,6 +33,7 @@ from opentelemetry.util.types import AttributeValue
 
 from django_eventbus import __version__
 from django_eventbus.conf import settings
+from django_eventbus.errors import failures
 from django_eventbus.errors.introspection import message, type_name
 from django_eventbus.errors.redaction import MAX_MESSAGE, redacted
 from django_eventbus.errors.text import clean
@@ -71,20 +72,20 @@ def _harmless(method: Callable[P, T]) -> Callable[P, T | None]:
         try:
             return method(*args, **kwargs)
         except Exception as error:
-            _log_once(type_name(error))
+            _log_once(error)
             return None
 
     return call
 
 
-def _log_once(kind: str) -> None:
+def _log_once(error: Exception) -> None:
+    kind = type_name(error)
     if kind not in _logged:
         _logged.add(kind)
         logger.warning(
-            "OpenTelemetry raised %s, so spans are missing; events are not affected. This warning "
-            "is not repeated in this process.",
-            kind,
-            exc_info=True,
+            "OpenTelemetry raised an error, so spans are missing; events are not affected. This "
+            "warning is not repeated in this process: %s",
+            failures.in_a_line(error),
             extra=about(),
         )
 

@@ -23,6 +23,7 @@ SHORTEST = {
     "event_status": (),
     "publish_event": ("order.placed",),
     "purge_events": ("--older-than", "30d"),
+    "replay_events": ("--list",),
     "run_event_worker": ("--drain", "--processes", "0"),
 }
 ACTIONS = [
