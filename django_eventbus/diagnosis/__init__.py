@@ -1,1 +1,1 @@
-"""The checks of ``event_doctor``: what is wrong with the running bus, and what fixes it."""
+"""The checks of ``event_doctor``, which find faults of the running bus and name their fixes."""

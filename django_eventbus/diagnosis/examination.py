@@ -1,7 +1,7 @@
 """Checks, their results, and the examination that runs checks one after the other.
 
-A check reads only. It never waits for a lock of another transaction, and its statements are
-cancelled after a timeout if the database supports this. A check that fails does not stop the
+A check reads only. Its statements wait for at most a second for a lock of another transaction, and
+are cancelled after a timeout if the database supports this. An error in a check does not stop the
 checks after it.
 """
 
@@ -25,9 +25,9 @@ from django_eventbus.schema.patterns import matches
 from django_eventbus.status import Status
 from django_eventbus.store import Store
 
-#: Seconds after which the database cancels a statement of a check.
+#: Seconds after which the database cancels a statement of a check. SQLite has no such timeout.
 STATEMENT_SECONDS = 5.0
-#: The number of queued events that checks read.
+#: The largest number of queued events that checks read.
 OLDEST_QUEUED = 5000
 
 #: The databases of ``Check.databases``: values of ``Store.database_name``.
@@ -47,12 +47,12 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a check found about one thing."""
+    """One result of a check: a verdict, a summary and a fix."""
 
     verdict: Verdict
     #: One sentence with the measured value. It contains no newline.
     summary: str
-    #: The statement, setting or command that fixes it; empty if nothing is wrong.
+    #: The statement, setting or command that corrects the fault; empty if there is no fault.
     fix: str = ""
 
 
@@ -141,7 +141,7 @@ class Check:
     id: str
     #: A noun phrase that names the fault: "Blocked lanes".
     title: str
-    #: What a user of the bus notices.
+    #: The effect that a user of the bus notices.
     symptom: str
     cause: str
     fix: str
@@ -210,8 +210,8 @@ def examine(
 ) -> Iterator[Diagnosis]:
     """Run the checks in their order, and yield each diagnosis as soon as its check has run.
 
-    Statements of a check are cancelled after ``seconds``. After ``all_seconds``, the other checks
-    are skipped. Raises no error of a check.
+    Statements of a check are cancelled after ``seconds``, except on SQLite. After ``all_seconds``,
+    the remaining checks are skipped. Raises no error of a check.
     """
     ends_at = time.monotonic() + all_seconds
     for each in checks:

@@ -1,4 +1,4 @@
-"""Checks of what delays events: EB014 to EB018."""
+"""Checks of delayed events: EB014 to EB018."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from django_eventbus.models import EventLog
 from django_eventbus.statistics.problems import LATE
 from django_eventbus.status import WAITING, in_words
 
-#: How long a lane may be blocked before the check warns, and before it fails.
+#: The check of lanes warns if a lane is blocked for longer than this.
 BLOCKED_FOR = timedelta(hours=1)
+#: The check of lanes fails if a lane is blocked for longer than this.
 BLOCKED_TOO_LONG = timedelta(days=1)
+#: The largest number of blocked lanes that the check reads.
 MOST_BLOCKED = 1000
 PAUSED_FOR = timedelta(days=1)
 OPEN_FOR = timedelta(hours=1)
@@ -65,9 +67,10 @@ def blocked_lanes(bus: Bus) -> Iterator[Result]:
     "EB015",
     title="Pauses that were forgotten",
     symptom="Events of a queue, a type or a handler wait, but nothing fails.",
-    cause="An operator paused it more than a day ago and has not resumed it.",
-    fix="Ask the operator who paused it, then resume it with manage.py event_pause --resume or in "
-    "the admin.",
+    cause="An operator paused the queue, type or handler more than a day ago and has not resumed "
+    "it.",
+    fix="Ask this operator for the reason, then resume it with manage.py event_pause --resume or "
+    "in the admin.",
     reads_status_only=True,
     is_a_problem=True,
 )
@@ -90,8 +93,8 @@ def forgotten_pauses(bus: Bus) -> Iterator[Result]:
     symptom="Events of one handler wait, and the handler runs only once in a while.",
     cause="The calls of the handler failed so often that its circuit breaker opened, and each "
     "trial call since then failed too.",
-    fix="Correct what the handler calls. The breaker closes after a successful trial call; "
-    "manage.py event_breakers --reset closes it at once.",
+    fix="Correct the handler, or the service that it calls. The breaker closes after a "
+    "successful trial call; manage.py event_breakers --reset closes it at once.",
     reads_status_only=True,
     is_a_problem=True,
 )
@@ -147,7 +150,7 @@ def unsent_hand_offs(bus: Bus) -> Iterator[Result]:
     cause="The workers are slower than the publishers, they are busy with slow handlers, or they "
     "wait for locks or for the database.",
     fix="Add workers (--processes) or threads (--concurrency), find the slow handlers in the "
-    "overview, and limit the publishers (LIMITS) if they are faster for good.",
+    "overview, and limit the publishers (LIMITS) if they are always faster.",
     reads_status_only=True,
     is_a_problem=True,
 )

@@ -34,7 +34,7 @@ REGULAR_MINUTES = 5
 HOUR = timedelta(hours=1)
 MINUTES_OF_A_DAY = 24 * 60
 
-#: Names in deliveries and in the log that stand for no single handler.
+#: Names in deliveries and in the log that are not the name of a handler.
 _NO_NAMES = {"", NO_HANDLER, ALL_HANDLERS}
 
 
@@ -127,7 +127,7 @@ def _looked_at(bus: Bus) -> str:
     "EB012",
     title="Handlers that never succeed",
     symptom="All events of one handler become dead letters.",
-    cause="Every call of the handler in the kept statistics failed. The handler has a defect, or "
+    cause="No call of the handler in the kept statistics succeeded. The handler has a defect, or "
     "the service that it calls is unavailable.",
     fix="Read the errors with manage.py dead_events list --handler and the name of the handler, "
     "correct the handler, and retry its dead letters.",
@@ -141,8 +141,8 @@ def failing_handlers(bus: Bus) -> Iterator[Result]:
     hours = settings.STATISTICS_MINUTES / 60
     for row in never:
         yield fail(
-            f"all {row['bad']:,} calls of the handler {row['handler']} in the last {hours:g} hours "
-            "failed",
+            f"the handler {row['handler']} failed {row['bad']:,} times and never succeeded in "
+            f"the last {hours:g} hours",
             fix=f"manage.py dead_events list --handler {row['handler']}",
         )
 
@@ -150,7 +150,7 @@ def failing_handlers(bus: Bus) -> Iterator[Result]:
 @check(
     "EB013",
     title="Handlers that went quiet",
-    symptom="Something that used to happen does not happen any more, but nothing fails.",
+    symptom="The effects of one handler have been missing for an hour, but nothing fails.",
     cause="The handler ran regularly at this time yesterday, and did not run in the last hour, "
     "although it is registered and not paused. The code that publishes its events may have been "
     "changed or stopped. On a day with less traffic this may be normal.",

@@ -11,8 +11,9 @@ from django_eventbus.status import in_words, shown_count
 
 #: The age from which a dead letter counts as forgotten.
 OLD_DEAD = timedelta(days=14)
-#: A log that contains this many completed events of this age is probably never purged.
+#: The age from which a completed event counts as old.
 OLD_COMPLETED = timedelta(days=90)
+#: A log that contains this many old completed events is probably never purged.
 MANY_COMPLETED = 100_000
 #: Old dead letters are counted up to this number.
 COUNTED_DEAD = 10_000
@@ -22,8 +23,8 @@ COUNTED_DEAD = 10_000
     "EB020",
     title="Old dead letters",
     symptom="The number of dead letters only grows, and new ones are hard to find among the old.",
-    cause="Nobody decided about these dead letters. Their payloads, which may contain personal "
-    "data, stay in the log.",
+    cause="These dead letters were neither retried nor purged. Their payloads, which may contain "
+    "personal data, stay in the log.",
     fix="Retry those that matter (manage.py dead_events retry) and purge the others (manage.py "
     "purge_events --status dead --older-than 14d).",
 )
@@ -46,9 +47,9 @@ def old_dead_letters(bus: Bus) -> Iterator[Result]:
     title="Events that cannot be read or settled",
     symptom="An event is claimed again and again without a result, or waits with the error of "
     "a worker instead of a handler.",
-    cause="The claim of the event ended without a result: its worker disappeared, the row has a "
-    "format that this version cannot read, or the database refuses its result. After "
-    "MAX_INTERRUPTIONS such claims it becomes a dead letter.",
+    cause="The claim of the event ended without a result: the worker disappeared, the row has a "
+    "format that this version cannot read, or the database refuses the result. After "
+    "MAX_INTERRUPTIONS such claims the event becomes a dead letter.",
     fix="Read the errors of the event in the admin. If a newer version wrote the row, upgrade the "
     "workers; if the result is refused, correct the cause that the error names.",
 )

@@ -18,7 +18,7 @@ from django_eventbus.registry import registry
 from django_eventbus.status import in_words
 from django_eventbus.store import PostgreSQLFacts, remedies
 
-#: What each setting protects, and its safe values. The first safe value is the fix.
+#: The safe values of each setting, and the danger of other values. The fix sets the first value.
 DURABILITY = {
     "fsync": (("on",), "a crash of the machine can destroy the whole database"),
     "full_page_writes": (("on",), "a crash of the machine can destroy pages of any table"),
@@ -167,8 +167,8 @@ def version_result(number: int, name: str) -> Result:
     "EB074",
     title="Statistics are off",
     symptom="Tables grow without end, although autovacuum is on.",
-    cause="track_counts is off, so the server does not count changed rows, and autovacuum never "
-    "learns that a table needs it. Other checks cannot run.",
+    cause="track_counts is off, so the server does not count changed rows, and autovacuum "
+    "cannot find the tables that need it. Other checks cannot run.",
     fix="Set track_counts = on in the configuration of the server, and for every role and database "
     "that overrides it.",
     databases=(POSTGRESQL,),

@@ -22,25 +22,29 @@ from django_eventbus.errors import failures
 from django_eventbus.status import in_words
 from django_eventbus.store import PostgreSQLFacts, Snapshot, remedies
 
-#: Seconds for which a session may be idle in a transaction, and for which any transaction may be
-#: open, before a check warns.
+#: A check warns if a session is idle in a transaction, or a transaction is prepared, for this many
+#: seconds.
 IDLE_SECONDS = 60.0
+#: A check warns if any transaction is open for this many seconds.
 SNAPSHOT_SECONDS = 300.0
-#: From this age on, a transaction is a failure.
+#: A check fails if it reports a transaction that is open for this many seconds.
 FAILING_SECONDS = 3600.0
 #: Transactions that began since a slot or a standby last advanced. In a measurement, claims took
 #: three times as long after a snapshot had been held for 100,000 events.
 HELD_TRANSACTIONS = 100_000
-#: Seconds that a session waits for a lock on a table of the bus.
+#: A check warns if a session waits this many seconds for a lock on a table of the bus.
 WAIT_SECONDS = 1.0
+#: The check fails if the session waits this many seconds.
 FAILING_WAIT_SECONDS = 30.0
 #: Seconds for which a transaction may hold a lock that blocks publishers or workers.
 STRONG_LOCK_SECONDS = 10.0
-#: The part of a connection limit that is in use.
+#: A check warns if this part of a connection limit is in use.
 NEARLY_ALL = 0.8
+#: The check fails if this part of a connection limit is in use.
 ALMOST_NONE_LEFT = 0.95
-#: The part of the NOTIFY queue that is in use. In a healthy server it is close to 0.
+#: A check warns if this part of the NOTIFY queue is in use. Normally it is close to 0.
 NOTIFY_USAGE = 0.01
+#: The check fails if this part of the NOTIFY queue is in use.
 FAILING_NOTIFY_USAGE = 0.5
 #: At most this many sessions are reported by each check.
 MOST = 5
@@ -50,9 +54,9 @@ MOST = 5
     "EB050",
     title="Old snapshots",
     symptom="Claims become slower all day, and the queue table grows although few events wait.",
-    cause="A transaction is open for long: a report, a dump, or a session that is idle in a "
-    "transaction. VACUUM cannot remove any row version that its snapshot may still need, and "
-    "the queue replaces its rows all day.",
+    cause="A transaction has been open for a long time: a report, a dump, or a session that is "
+    "idle in a transaction. VACUUM cannot remove row versions that the snapshot of this "
+    "transaction may still need, and the queue replaces rows all day.",
     fix="End the session with pg_terminate_backend(pid). Set idle_in_transaction_session_timeout "
     "for the role that leaves transactions open, and run long reports on a standby without "
     "hot_standby_feedback.",
@@ -99,7 +103,7 @@ def _snapshot_in_words(each: Snapshot) -> str:
 @check(
     "EB051",
     title="Forgotten prepared transactions",
-    symptom="Claims become slower all day, or a table stays locked, but no session is to blame.",
+    symptom="Claims become slower all day, or a table stays locked, but no session is the cause.",
     cause="A transaction manager prepared a transaction (PREPARE TRANSACTION) and never finished "
     "it. The transaction keeps its locks and its row versions, even after a restart of the server.",
     fix="Finish it with COMMIT PREPARED or ROLLBACK PREPARED. Set max_prepared_transactions = 0 if "
@@ -262,7 +266,7 @@ def connection_limits(bus: Bus) -> Iterator[Result]:
     symptom="An event that is published into an idle queue waits for POLL_INTERVAL, and the log "
     "of the workers has errors about listening.",
     cause="A pooler in transaction mode, such as PgBouncer, gives each transaction another "
-    "session. LISTEN belongs to a session, so no worker receives a notification.",
+    "session. LISTEN applies to one session, so no worker receives a notification.",
     fix='Set EVENTBUS["NOTIFY"] = False, or connect the workers directly to PostgreSQL (see "Use '
     'PgBouncer" in the documentation).',
     databases=(POSTGRESQL,),

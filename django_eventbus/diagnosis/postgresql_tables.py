@@ -23,28 +23,34 @@ from django_eventbus.store import (
     remedies,
 )
 
-#: Fewer dead rows are never reported. More are reported from this multiple of the number at which
-#: autovacuum starts.
+#: A table with fewer dead rows is never reported.
 DEAD_ROWS = 10_000
+#: Multiples of the number of dead or changed rows at which autovacuum starts. From the first
+#: multiple a check warns, unless the last VACUUM or ANALYZE was recent (VACUUMED_WITHIN). From the
+#: second multiple the check of dead rows always fails.
 TIMES_THE_THRESHOLD = 5
 FAILING_TIMES_THE_THRESHOLD = 50
-#: Seconds within which autovacuum comes back to a busy table. Until then, high throughput explains
-#: any number of dead or changed rows.
+#: Seconds since the last VACUUM or ANALYZE during which high throughput explains many dead or
+#: changed rows: autovacuum processes a busy table this often.
 VACUUMED_WITHIN = 300.0
 #: Smaller tables are never reported as bloated.
 BLOATED_BYTES = 256 * 1024**2
+#: The smallest multiple of the needed bytes that is reported as bloated.
 BLOATED_TIMES = 20
-#: The width of a row and of an index entry if the statistics do not have it; PostgreSQL's overhead
-#: of each row.
+#: The width of a row if the statistics do not contain it.
 GUESSED_WIDTH = 500
+#: The estimated size of an index entry.
 INDEX_ENTRY_BYTES = 100
+#: The bytes that PostgreSQL adds to each row.
 ROW_OVERHEAD = 28
-#: Rows of a table that was never analyzed, and rows that changed since the last ANALYZE.
+#: A table that was never analyzed is reported from this number of live rows.
 UNANALYZED_ROWS = 10_000
+#: A table with fewer rows that changed since the last ANALYZE is never reported.
 CHANGED_ROWS = 100_000
-#: The multiple of the age at which autovacuum must freeze a table, and the age at which PostgreSQL
-#: itself takes emergency measures (vacuum_failsafe_age).
+#: The check warns at this multiple of the age at which autovacuum must freeze a table.
 LATE_FREEZE = 1.25
+#: The check fails at this age, the default of vacuum_failsafe_age: VACUUM then skips all work that
+#: is not needed to freeze rows.
 EMERGENCY_AGE = 1_600_000_000
 
 _AUTOVACUUM = (
@@ -109,9 +115,9 @@ def _has_many_dead_rows(table: Table, at: float) -> bool:
     title="Bloated tables",
     symptom="The tables of the bus need much more disk than their rows, and physical backups are "
     "large.",
-    cause="A past backlog, or a time without VACUUM. The queue table is not truncated on purpose, "
-    "because that takes an exclusive lock; its free pages are used again. Large indexes with "
-    "few entries slow down claims.",
+    cause="The queue was long in the past, or VACUUM did not run for some time. VACUUM does not "
+    "truncate the queue table (vacuum_truncate = off), because that takes an exclusive lock; new "
+    "rows use the free pages. Large indexes with few entries slow down claims.",
     fix="REINDEX TABLE CONCURRENTLY blocks neither publishers nor workers. VACUUM (FULL) returns "
     "the pages of the table, but locks the table until it ends: stop the workers first.",
     databases=(POSTGRESQL,),
@@ -293,7 +299,8 @@ def invalid_indexes(bus: Bus) -> Iterator[Result]:
     "finally it refuses every write.",
     cause="Autovacuum could not freeze a table: it is off or too slow, or an old snapshot, a "
     "prepared transaction or a replication slot forbids it (EB050, EB051, EB052).",
-    fix="Remove what holds old rows, then run VACUUM (FREEZE) on the table.",
+    fix="Remove the cause with the fix of EB050, EB051, EB052 or EB062, then run VACUUM (FREEZE) "
+    "on the table.",
     databases=(POSTGRESQL,),
 )
 def transaction_ids(bus: Bus) -> Iterator[Result]:
@@ -354,7 +361,7 @@ def disabled_triggers(bus: Bus) -> Iterator[Result]:
 
 
 def _no_statistics(facts: PostgreSQLFacts, server: Mapping[str, str]) -> str:
-    """Return why the statistics of tables say nothing, or an empty string."""
+    """Return why the statistics of tables cannot be used, or an empty string."""
     if server["track_counts"] != "on":
         return "track_counts is off, so the server counts no rows (see EB074)"
     if facts.server().is_standby:

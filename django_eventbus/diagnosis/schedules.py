@@ -45,8 +45,9 @@ def late_schedules(bus: Bus) -> Iterator[Result]:
     symptom="A schedule exists in code or in the admin, but its event is never published.",
     cause="The row of the schedule has no next run: no worker with the current code has started, "
     "the cron line cannot fire, or no code declares the schedule any more.",
-    fix="Restart the workers with the current code. Correct the cron line, or delete a schedule "
-    "that is not needed.",
+    fix="Restart the workers with the current code, or correct the cron line. A schedule that no "
+    "code declares any more needs no fix: a worker that starts deletes its row when its tick is "
+    "a week late.",
 )
 def schedules_that_never_fire(bus: Bus) -> Iterator[Result]:
     declared = {each.name for each in declared_for(bus.store)}
@@ -70,8 +71,11 @@ def schedules_that_never_fire(bus: Bus) -> Iterator[Result]:
         )
     for name in sorted(undeclared):
         yield warn(
-            f"the code of this process does not declare the schedule {name}, so it will not fire",
-            fix="Declare it again with schedule(), or delete its row in the admin.",
+            f"the code of this process does not declare the schedule {name}; only a worker whose "
+            "code declares it fires it",
+            fix="Declare it again with schedule(). If it is not needed any more, wait: a worker "
+            "that starts deletes its row when its tick is a week late. To keep the row without "
+            f"this warning, run: manage.py event_schedules disable {name}",
         )
     if not undeclared and not unplanned and declared <= known:
         yield ok(f"{len(enabled)} enabled schedules have a next run")
@@ -82,13 +86,14 @@ def schedules_that_never_fire(bus: Bus) -> Iterator[Result]:
     title="Schedules disabled for long",
     symptom="A scheduled event has not been published for weeks.",
     cause="An operator disabled the schedule and has not enabled it again.",
-    fix="Enable it with manage.py event_schedules enable, or delete it if it is not needed.",
+    fix="Enable it with manage.py event_schedules enable. If it is not needed and was not declared "
+    "in code, delete it in the admin.",
 )
 def disabled_schedules(bus: Bus) -> Iterator[Result]:
     off = [(each, each.last_at) for each in bus.schedules if not each.enabled]
     long = [(each, last) for each, last in off if last and bus.now - last > DISABLED_FOR]
     if not long:
-        yield ok(f"no schedule is disabled for more than {DISABLED_FOR.days} days")
+        yield ok(f"no schedule has been disabled for more than {DISABLED_FOR.days} days")
     for each, last in long:
         silent = in_words((bus.now - last).total_seconds())
         yield warn(

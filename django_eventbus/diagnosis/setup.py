@@ -18,8 +18,8 @@ COVERED = {"django_eventbus.W001", "django_eventbus.W007"}
     "EB026",
     title="System checks report faults",
     symptom="manage.py check prints errors or warnings of the event bus.",
-    cause="A setting of EVENTBUS or DATABASES is wrong, or a handler, an event class or a schedule "
-    "in the code is.",
+    cause="A setting of EVENTBUS or DATABASES is wrong, or the code declares a handler, an event "
+    "class or a schedule incorrectly.",
     fix='Follow the hint of each message. The page "System checks" of the reference explains each '
     "id.",
 )

@@ -18,7 +18,8 @@ OFF, NORMAL = 0, 1
     title="SQLite without WAL",
     symptom='"database is locked" appears in web requests or workers, and readers wait for '
     "writers.",
-    cause="The journal mode is not WAL, so a writer needs to be alone with the file.",
+    cause="The journal mode is not WAL, so a writer needs an exclusive lock on the file to commit, "
+    "and readers and writers block each other.",
     fix='Set the init_command in OPTIONS of the database to "PRAGMA journal_mode=WAL;".',
     databases=(SQLITE,),
 )

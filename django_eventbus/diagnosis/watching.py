@@ -2,7 +2,7 @@
 
 Checks that read only the status run at each load, because the overview has read the status already.
 The other checks run at most once a minute in each process, and only when the script of the overview
-refreshes the page: the first load stays fast, and a sick database does not delay it.
+refreshes the page: the first load stays fast, even if the database is slow.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from django_eventbus.diagnosis.examination import Bus, Check, Diagnosis, examine
 
 #: Seconds for which the results of an examination are shown.
 KEPT = 60.0
-#: Seconds after which a statement is cancelled, and after which the other checks are skipped. A web
-#: request waits for the examination.
+#: Seconds after which a statement is cancelled, except on SQLite. A web request waits for the
+#: examination.
 STATEMENT_SECONDS = 1.0
+#: Seconds after which the remaining checks are skipped.
 ALL_SECONDS = 10.0
 
 

@@ -13,8 +13,9 @@ from django_eventbus.models import EventWorker
 from django_eventbus.status import in_words
 from django_eventbus.worker import deployment
 
-#: Seconds of difference between two clocks that are tolerated, and that make the check fail.
+#: The check of clocks warns above this difference in seconds.
 SKEW = 2.0
+#: The check of clocks fails above this difference in seconds.
 LARGE_SKEW = 60.0
 
 RESTART = "Restart these workers with the current code: {}."
@@ -177,9 +178,9 @@ def clock_skew(bus: Bus) -> Iterator[Result]:
     "EB007",
     title="Workers without a heartbeat",
     symptom="Events stay in the state running although no handler runs.",
-    cause="A worker process was killed, its machine is gone, or it cannot reach the database. Live "
-    "workers take over its events ABANDON_AFTER seconds after its last heartbeat.",
-    fix="Read the log of this worker and of its machine. Start another worker if none is left.",
+    cause="A worker process was killed, its machine is down, or it cannot reach the database. Live "
+    "workers take over the events of such a worker ABANDON_AFTER seconds after its last heartbeat.",
+    fix="Read the log of this worker and of its machine. Start another worker if none is running.",
     reads_status_only=True,
     is_a_problem=True,
 )

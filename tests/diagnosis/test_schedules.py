@@ -45,6 +45,7 @@ def test_a_stored_schedule_that_no_code_declares(diagnose, report):
     EventSchedule.objects.update(origin=ScheduleOrigin.CODE)
     (result,) = diagnose("EB024").results
     assert "does not declare the schedule report" in result.summary
+    assert result.fix.endswith("run: manage.py event_schedules disable report")
 
 
 def test_a_schedule_without_a_next_run(diagnose, report):
