@@ -55,11 +55,13 @@ class ReplayStatus:
     """The current numbers of a replay. Counting stops at ``COUNTED_UP_TO``."""
 
     state: ReplayState
-    #: The number of selected events at the start, and of events that were copied so far.
+    #: The number of events that were selected at the start.
     total: int
+    #: The number of events that were copied so far.
     copied: int
-    #: The number of copies that are in the queue, and of copies that became dead letters.
+    #: The number of copies that are in the queue.
     waiting: int
+    #: The number of copies that became dead letters.
     dead: int
 
     @property
@@ -102,10 +104,9 @@ def start(**options: Unpack[Options]) -> EventReplay:
     ``"dead"``. At least one filter is required; ``type="*"`` selects all events.
 
     With ``handler``, only events that this handler handles are selected, and only this handler
-    receives the copies. Otherwise all handlers of the event
-    receive them, except handlers with ``replay=False``. Copies go to the queue of their original
-    event, or to ``queue``. ``rate`` is the largest number of copies per second. ``by`` is the name
-    of the operator.
+    receives the copies. Otherwise all handlers of the event receive them, except handlers with
+    ``replay=False``. Copies go to the queue of their original event, or to ``queue``. ``rate`` is
+    the largest number of copies per second. ``by`` is the name of the operator.
 
     Raises EventBusError for an invalid filter, and for an unknown handler or queue.
     """
@@ -229,7 +230,7 @@ def cancel(
     """Stop a replay, and delete its copies that no worker is handling.
 
     Returns False if the replay has ended: all its copies were handled, or it was cancelled before.
-    What handlers have done is not undone.
+    The effects of handlers that have run are not undone.
     """
     store = store_for(using)
     replay_id = replay.pk if isinstance(replay, EventReplay) else replay

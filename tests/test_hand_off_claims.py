@@ -252,7 +252,7 @@ def test_a_process_whose_registration_expires_claims_no_more_events_of_its_messa
     assert handled() == {"0"}
     assert not EventWorker.objects.exists()
     assert set(QueuedEvent.objects.values_list("claim_token", flat=True)) == {message.token}
-    assert "not registered any more" in capture.text
+    assert "the registration of this process has expired" in capture.text
 
 
 @pytest.mark.skipif(

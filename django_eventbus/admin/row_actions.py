@@ -29,7 +29,10 @@ MOST_AT_ONCE = 500
 
 
 class RowActionsMixin(EventBusAdminMixin):
-    """A list whose actions run row by row. ``read_at`` is the database time of the query."""
+    """A list whose actions run row by row.
+
+    Each row has ``read_at``, the database time of the query.
+    """
 
     sortable_by = ()
 

@@ -70,11 +70,12 @@ class ScheduleMixin(RowActionsMixin):
         return super(EventBusAdminMixin, self).has_change_permission(request, obj)
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Allow the deletion of single schedules that are not declared in code.
+        """Allow the deletion of single schedules whose origin is not CODE.
 
         The bulk deletion is denied, because Django writes the history of a bulk deletion in another
-        transaction. The deletion of a schedule that is declared in code is denied, because the next
-        worker that starts would add the schedule again.
+        transaction. A schedule with the origin CODE cannot be deleted here: a worker whose code
+        declares it would add it again, and a worker that starts deletes it when its tick is a week
+        late.
         """
         deletable = obj is not None and obj.origin != ScheduleOrigin.CODE
         return deletable and super(EventBusAdminMixin, self).has_delete_permission(request, obj)

@@ -1,7 +1,7 @@
 """Read exceptions whose class, metaclass or ``__str__`` may fail.
 
-The only overridden method that these functions call is ``__str__``. They raise only
-``HandlerTimeout``: if ``__str__`` hangs, the deadline of the handler has to end it.
+The only overridden method that these functions call is ``__str__``. Except for ``exact``, they
+raise only ``HandlerTimeout``: if ``__str__`` hangs, the deadline of the handler has to end it.
 """
 
 from __future__ import annotations

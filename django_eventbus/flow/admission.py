@@ -308,7 +308,8 @@ class Admission:
     def finish(self) -> None:
         """Send all reports before the thread ends or becomes idle.
 
-        A database error is logged and not raised, and there is no retry.
+        A database error is logged and not raised. A thread that was idle keeps the remaining
+        reports, and ``keep_up`` sends them later.
         """
         try:
             self.end()

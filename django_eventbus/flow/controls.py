@@ -177,9 +177,10 @@ class FlowControls:
                 self.read_again()
 
     def _room(self, store: Store, holder: int, row: FlowControl | None, now: datetime) -> int:
-        """Return how many events that ``holder`` holds may be released now.
+        """Return how many of the events held by ``holder`` may be released now.
 
-        If the flow control was deleted, no limit applies except RELEASED_AT_ONCE.
+        Without a row, this is RELEASED_AT_ONCE: the flow control was deleted, or ``holder`` is
+        SEVERAL and a pause or breaker has ended, or none stops events.
         """
         if holder == SEVERAL and not self._pause_or_breaker_ended and self.snapshot.stops_events:
             return len(self.snapshot.probes_due)

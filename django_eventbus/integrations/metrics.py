@@ -194,7 +194,8 @@ def read(store: Store) -> dict[str, Values]:
 def _read_counters(values: dict[str, Values], store: Store) -> None:
     counters = store.read_counters()
     for queue in settings.QUEUES:
-        # A counter that exists from the start shows its first increase.
+        # The counters begin with 0, because Prometheus cannot compute an increase from a missing
+        # series to its first value.
         counters.setdefault(Series(EVENTS, queue), [0] * len(COUNTED))
         counters.setdefault(Series(STARTS, queue), [0] * len(COUNTED))
     labels = {each.name: each.labels for each in METRICS}

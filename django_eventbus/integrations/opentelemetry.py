@@ -249,7 +249,7 @@ class _PublishSpan(spans.PublishSpan):
 
     @_harmless
     def finish(self) -> None:
-        """Set what is known after ``publish_many()`` has read its items."""
+        """Set the attributes that are known after ``publish_many()`` has read all items."""
         if self._count:
             self._span.set_attribute("messaging.batch.message_count", self._count)
         if len(self._types) == 1:
@@ -355,7 +355,7 @@ def _attributes(name: str, operation: str, queue: str) -> Attributes:
 
 @lru_cache
 def _process_attributes(queue: str, type_name: str, handler: str) -> Attributes:
-    """Return the attributes that all calls of a handler with a type have. Do not change it."""
+    """Return the attributes of all calls of a handler with a type: a shared dict, read only."""
     return {
         **_attributes("process", "process", queue),
         "messaging.destination.name": type_name,

@@ -87,7 +87,7 @@ def _add_histogram(family: Family, labels: dict[str, str], durations: Durations)
 
 
 def render(using: str | None = None, *, accept: str = "") -> tuple[bytes, str]:
-    """Return the metrics as text, and its content type.
+    """Return the metrics as text, and the content type of the text.
 
     ``accept`` is the Accept header of the request. The text has the format of OpenMetrics if the
     header allows it, otherwise the format of Prometheus. The caller closes the connection.

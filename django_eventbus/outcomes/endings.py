@@ -23,9 +23,10 @@ LOSSES = ("WorkerLost", "WorkerCrashed")
 
 
 def exhausted(event: ClaimedEvent) -> Finished | None:
-    """Return a settlement if claims of the event ended without a result too often, else None.
+    """Return the settlement of an event that has reached MAX_CRASHES or MAX_INTERRUPTIONS.
 
-    No handler is called, because another call might kill another worker.
+    Return None for any other event. If there is a settlement, the caller must not call a handler of
+    the event: the call might kill another worker.
     """
     if event.crashes >= settings.MAX_CRASHES:
         return _ended_by_losses(event, CRASHED)

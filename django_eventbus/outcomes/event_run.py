@@ -179,7 +179,7 @@ class EventRun:
         self.elsewhere = [each for each in self.elsewhere if each not in handlers]
 
     def hold_all(self, wait: Wait) -> None:
-        """Run no handler of the event now."""
+        """Hold all handlers of the event for ``wait``."""
         self.held, self.held_for = {ALL_HANDLERS}, wait
         self.atomic, self.outside, self.elsewhere = [], [], []
 
@@ -246,7 +246,8 @@ class EventRun:
     ) -> None:
         """Add the outcome of a failed attempt: a retry, dead, or discarded.
 
-        ``record`` is the error record of an attempt whose error ``describe`` could not describe.
+        ``record`` is the error record. If it is None, ``failures.describe`` creates the record from
+        ``error``.
         """
         attempt = self.attempt_of(name)
         if record is None:

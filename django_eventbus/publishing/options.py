@@ -30,7 +30,10 @@ ON_DUPLICATE = get_args(OnDuplicate)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of one ``publish()`` call, apart from type, payload and key."""
+    """The options of ``publish()`` and ``publish_many()``.
+
+    The event and its payload, key and database are not included.
+    """
 
     queue: str | None
     priority: int

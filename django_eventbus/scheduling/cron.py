@@ -56,7 +56,7 @@ class Cron:
             )
 
     def after(self, moment: datetime) -> Iterator[datetime]:
-        """Yield the ticks after a moment."""
+        """Yield the ticks later than ``moment``, in UTC."""
         # When clocks go back, an hour occurs twice, and its ticks fire only in the first
         # occurrence. cronsim ignores ``fold``, so for a time in the second occurrence it yields the
         # same ticks again. They are filtered by a comparison in UTC, because Python ignores

@@ -82,7 +82,10 @@ class _TooDeepError(_UnfitError):
 
 
 def _size(value: object, depth: int) -> int:
-    """Return an upper bound of the size of a value as JSON."""
+    """Return an upper bound of the size of a value as JSON, in bytes.
+
+    Raises _UnfitError if the value cannot be stored.
+    """
     if isinstance(value, str):
         return _text_size(value)
     if value is None or isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Reads for checks: read-only, with a timeout, without waiting for the locks of others."""
+"""Reads for checks: read-only, with timeouts for statements and locks, if the database has them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from django_eventbus.store.rows import Rows, code_of
 
-#: Seconds that a statement of a check waits for a lock.
+#: Seconds that a statement of a check waits for a lock. PostgreSQL has its own value.
 LOCK_SECONDS = 1.0
 
 
 class Inspecting(Rows):
-    """What a check needs from the database. Each vendor has its own statements."""
+    """The reads of checks. Each vendor overrides the methods that need its own statements."""
 
     #: The name of the database in texts for users.
     database_name: ClassVar[str]
@@ -24,7 +24,10 @@ class Inspecting(Rows):
 
     @contextmanager
     def examining(self, seconds: float) -> Iterator[None]:
-        """Allow only reads in this block, and cancel a statement after ``seconds``."""
+        """Refuse writes and limit the time of each statement in this block.
+
+        Each vendor overrides this method, and does this as far as the database can.
+        """
         yield
 
     def refusal(self, error: BaseException) -> str | None:
@@ -40,7 +43,10 @@ class Inspecting(Rows):
         return None
 
     def session_settings(self) -> dict[str, Any]:
-        """Return the settings of the server and of this session that matter for events."""
+        """Return the settings of the server and of this session that the checks read.
+
+        It is empty on PostgreSQL, whose checks use ``PostgreSQLFacts``.
+        """
         return {}
 
     def table_engines(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a PostgreSQL server reports about itself and the tables of the bus, for the checks."""
+"""Facts about a PostgreSQL server and the tables of the bus, for the checks."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ class Server(NamedTuple):
     is_standby: bool
     #: The isolation level of a transaction of this project.
     isolation: str
-    #: How full the queue of NOTIFY is, from 0 to 1.
+    #: The part of the NOTIFY queue that is in use, from 0 to 1.
     notify_usage: float
-    #: The quoted names of the role of the session and of its database.
+    #: The quoted name of the role of the session.
     role: str
+    #: The quoted name of the database of the session.
     database: str
 
 
 class Session(NamedTuple):
-    """A session of the server. This role may not see a state or a time that is None."""
+    """A session of the server. A state or time that this role may not see is None."""
 
     pid: int
     role: str | None
     application: str | None
     state: str | None
-    #: How long its transaction has been open.
+    #: Seconds since the transaction of the session began; None if there is no transaction.
     seconds: float | None
 
 
@@ -54,9 +55,9 @@ class Snapshot(NamedTuple):
     application: str | None
     state: str | None
     seconds: float | None
-    #: How long it has been in its state.
+    #: Seconds since ``state`` last changed.
     in_state: float | None
-    #: How many transactions have begun since then.
+    #: The age of the snapshot or transaction id, in transactions.
     transactions: int
 
 
@@ -91,8 +92,9 @@ class Table(NamedTuple):
     dead: int
     #: Rows that were inserted, updated or deleted since the last ANALYZE.
     changed: int
-    #: Seconds since the last ANALYZE and the last VACUUM; None if there was none.
+    #: Seconds since the last ANALYZE; None if there was none.
     analyzed_before: float | None
+    #: Seconds since the last VACUUM; None if there was none.
     vacuumed_before: float | None
 
 
@@ -120,7 +122,7 @@ class ExistingIndex(NamedTuple):
 class Constraint(NamedTuple):
     on_table: str
     name: str
-    #: The letter of pg_constraint: c, f, p or u.
+    #: ``pg_constraint.contype``: for example, ``f`` is a foreign key.
     kind: str
     is_deferred: bool
     columns: list[str]

@@ -127,8 +127,8 @@ JOIN pg_class c ON c.oid = to_regclass(t)
 JOIN pg_constraint k ON k.conrelid = c.oid
 """
 
-# A session that waits for a row lock waits for a transaction id, which belongs to no table. The
-# session then holds a lock on the row (locktype tuple), which belongs to the table.
+# A session that waits for a row lock waits for a transaction id, and that wait names no table. But
+# the session then holds a lock on the row (locktype tuple), and that lock names the table.
 LOCK_WAITS = f"""
 WITH ours AS (
     SELECT oid FROM pg_class WHERE oid IN ({_OURS})

@@ -104,7 +104,8 @@ class Claims:
         self.worker_id = worker_id
         self.flow_controls = flow_controls
         self.queues = options.queues
-        #: Tokens of the claims that a thread of this process delivers, or will deliver.
+        #: Tokens of the claims that this process knows: waiting for a thread, being delivered, or
+        #: in doubt.
         self.tokens: set[uuid.UUID] = set()
         #: Queues that may have events to claim.
         self.ready = set(options.queues)
@@ -195,7 +196,10 @@ class Claims:
         self.tokens.discard(batch.token)
 
     def mark_in_doubt(self, batch: ClaimedBatch) -> None:
-        """Release the remaining events of the batch at the next opportunity."""
+        """Mark the claim of the batch as in doubt.
+
+        The next ``claim_from`` releases its remaining events.
+        """
         self._in_doubt[batch.token] = AT_ONCE
 
     def release(self, batch: ClaimedBatch) -> None:

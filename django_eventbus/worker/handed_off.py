@@ -97,8 +97,8 @@ def _deliver_message(
 def _log_evicted(message: Message) -> None:
     """Log that the registration expired: the process was suspended, or a handler was stuck."""
     logger.warning(
-        "this process is not registered any more; the unclaimed events of its message for the "
-        "handler %s are handed off again after their deadline",
+        "the registration of this process has expired; the events of the message for the handler "
+        "%s that were not claimed are handed off again after their hand-off deadline",
         one_line(message.handler),
         extra=about(handler=message.handler, queue=message.queue),
     )

@@ -40,8 +40,9 @@ class ProcessHealth:
     state: str
     #: The time since the database last answered the dispatcher; at first since the start.
     seconds_since_progress: float
-    #: Why the process is not live or not ready. An empty text means that it is.
+    #: The reason why the process is not live; empty if it is live.
     not_live: str = ""
+    #: The reason why the process is not ready; empty if it is ready.
     not_ready: str = ""
 
 

@@ -92,7 +92,7 @@ class MessageClaims:
         self.gave_up = True
         logger.info(
             "%s of %s events of a message to the handler %s are locked by other transactions; "
-            "they are handed off again after their deadline",
+            "they are handed off again after their hand-off deadline",
             len(rows),
             len(self.message.rows),
             self.handler.name,

@@ -18,7 +18,7 @@ from django_eventbus.store import name_own_sessions
 from django_eventbus.worker.health import Health, HealthMonitor
 from django_eventbus.worker.http_server import Page, Request, Response, text
 
-#: Renderings of metrics that may query the database at the same time.
+#: The largest number of renderings of metrics that query the database at the same time.
 MOST_RENDERINGS = 4
 
 #: Returns the metrics and their content type, for the value of the Accept header.
@@ -86,7 +86,7 @@ class MetricsPage:
         return Response(200, body, content_type)
 
     def _forget_old_renderings(self) -> None:
-        """Forget renderings that have ended, or whose reply of the database counts as lost."""
+        """Remove renderings that have ended, or began more than NO_ANSWER_AFTER seconds ago."""
         oldest = time.monotonic() - deadlines.NO_ANSWER_AFTER
         self._running = {
             outcome: began
