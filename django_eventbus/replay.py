@@ -32,7 +32,8 @@ from django_eventbus.store import Store, store_for
 STEP = "django_eventbus.replay_step"
 #: Steps have the highest priority, so that they do not wait behind the copies.
 STEP_PRIORITY = 32_767
-#: Seconds after which a settlement that began before the replay has locked the log.
+#: Seconds until the first step. By then, a settlement that wrote its end time before the replay
+#: began has locked the log, so that ``late_writers`` finds it.
 FIRST_STEP_AFTER = 1.0
 #: The largest number of events that one step copies.
 STEP_SIZE = 5000
