@@ -113,8 +113,8 @@ def test_a_client_that_does_not_read_its_response_is_disconnected(monkeypatch):
     monkeypatch.setattr(http_server, "WRITE_WITHIN", 0.1)
     with serving({"/endless": endless, "/hello": hello}) as server, connect(server) as client:
         client.sendall(b"GET /endless HTTP/1.1\r\n\r\n")
+        received = len(client.recv(1))  # The server has begun to send.
         eventually(lambda: not server._connections)
-        received = 0
         with contextlib.suppress(ConnectionError):
             while data := client.recv(1_000_000):
                 received += len(data)

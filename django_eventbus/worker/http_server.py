@@ -117,7 +117,7 @@ class HttpServer:
                 await self._answer(reader, writer)
             finally:
                 self._connections.pop(task, None)
-                writer.transport.abort()
+                _end(writer)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -148,6 +148,14 @@ class HttpServer:
                 "the page %s failed: %s", request.path, failures.in_a_line(error), extra=about()
             )
             return text(500, "The page failed. The log of the worker contains the error.")
+
+
+def _end(writer: asyncio.StreamWriter) -> None:
+    """Close the connection now. abort() raises an error if the connection is already lost."""
+    if writer.transport.get_write_buffer_size():
+        writer.transport.abort()
+    else:
+        writer.close()
 
 
 def _parsed(head: bytes) -> Request:
