@@ -541,6 +541,8 @@ def interrupted_at(number, caller, run, registered):
         return trace
 
     before = sys.gettrace()
+    # Python 3.12 sends the events of instructions only if a frame asked for them before settrace().
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         caller.call(run, registered)
